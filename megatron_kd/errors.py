@@ -1,0 +1,32 @@
+"""The errors a user can cause. The command line prints them as one line and exits with status 2.
+
+A message says what was wrong (the value seen), where (the key, file or row) and what to do about it.
+"""
+
+
+class KDError(RuntimeError):
+    """Base of every error that bad input or a bad environment can cause."""
+
+
+class ConfigError(KDError):
+    """A recipe that cannot be run: unknown or missing keys, impossible sizes, contradictory settings."""
+
+
+class DataError(KDError):
+    """A corpus or a set of samples that cannot be read or does not fit the recipe."""
+
+
+class CacheError(KDError):
+    """A teacher cache that is damaged, incomplete or belongs to other tokens, another tokenizer or model."""
+
+
+class CheckpointError(KDError):
+    """A missing or damaged checkpoint, or one of another model."""
+
+
+class LaunchError(KDError):
+    """A command started with another number of ranks than its recipe needs."""
+
+
+class RemoteRankError(KDError):
+    """Another rank of the same job failed; its own message has the cause."""
