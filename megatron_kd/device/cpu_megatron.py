@@ -116,6 +116,9 @@ def factories_build_cuda_tensors_on_cpu() -> None:
     The factories are wrapped one by one: a TorchFunctionMode would not be active in backward, where activation
     recomputation calls them.
     """
+    # ``with torch.device("meta")`` knows the factories by identity and collects them at its first use: let it collect
+    # the real ones, or models built on the meta device (transformers does) come up with memory nobody filled.
+    torch.utils._device._device_constructors()
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
+from torch import Tensor
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
@@ -27,6 +28,7 @@ from megatron_kd.files import fsync_directory, write_json
 
 MODEL_NOTE = "model.json"
 LAYER_PREFIX = "decoder.layers."
+EXTRA_STATE = "_extra_state"
 # Fields of an architecture that do not change the function the weights compute.
 _NOT_IDENTITY = {"name", "hf", "max_position_embeddings"}
 
@@ -50,6 +52,12 @@ def make_partial_directory(final: Path) -> Path:
     return partial
 
 
+def sharded_weights(built: GPTModel) -> dict[str, Any]:
+    """The sharded state dict without the layers' extra state, which holds scaling factors of FP8 and no weights."""
+    state: dict[str, Any] = built.sharded_state_dict(prefix="")
+    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+
+
 def save_weights(built: GPTModel, model: ModelConfig, path: Path, note: dict[str, Any]) -> None:
     """Saves weights alone, with ``model.json``. Collective; the directory appears when all is written.
 
@@ -63,7 +71,7 @@ def save_weights(built: GPTModel, model: ModelConfig, path: Path, note: dict[str
         if path.exists():
             raise CheckpointError(f"{path} exists already; remove it or choose another name")
     partial = make_partial_directory(path)
-    dist_checkpointing.save({"model": built.sharded_state_dict(prefix="")}, str(partial))
+    dist_checkpointing.save({"model": sharded_weights(built)}, str(partial))
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note})
@@ -105,7 +113,7 @@ def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: S
     with fail_together(f"reading {path}"):
         note = read_note(path)
         check_same_architecture(path, note, model, ignore=("num_layers",) if keep_layers is not None else ())
-    state = built.sharded_state_dict(prefix="")
+    state = sharded_weights(built)
     if keep_layers is not None:
         state = _from_other_layers(state, keep_layers, int(note["architecture"]["num_layers"]))
     try:
@@ -113,30 +121,40 @@ def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: S
         loaded = dist_checkpointing.load({"model": state}, str(path), validate_access_integrity=keep_layers is None)
     except (CheckpointingException, OSError, KeyError) as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-    built.load_state_dict(loaded["model"], strict=False)
+    missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+    if wrong:
+        raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
 
 
 def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers: int) -> dict[str, Any]:
-    """Points the layers of a sharded state dict at other layers of the checkpoint, where they lie stacked."""
+    """Points the layers of a sharded state dict at other layers of the checkpoint, where they lie stacked.
+
+    The stacking axis becomes an ordinary one of length 1: Megatron-Core's own form for a prepended axis demands that
+    all layers of the checkpoint are asked for when there is one rank. ``_layers_unstacked`` takes it off again.
+    """
 
     def moved(tensor: ShardedTensor) -> ShardedTensor:
-        if tensor.prepend_axis_num < 1:
+        if tensor.prepend_axis_num != 1:
             raise CheckpointError(f"{tensor.key} is not stacked over layers: layers cannot be chosen from this checkpoint")
         fragments = tensor.axis_fragmentations
         return replace(
             tensor,
+            data=tensor.data.unsqueeze(0),
+            local_shape=(1, *tensor.local_shape),
             global_shape=(layers, *tensor.global_shape[1:]),
             global_offset=(keep_layers[tensor.global_offset[0]], *tensor.global_offset[1:]),
             axis_fragmentations=None if fragments is None else (layers, *fragments[1:]),
+            prepend_axis_num=0,
         )
 
     def moved_factory(factory: ShardedTensorFactory) -> ShardedTensorFactory:
-        build = factory.build_fn
-
-        def build_and_move(*args: Any) -> Any:
-            return dict_list_map_inplace(moved, build(*args))
-
-        return replace(factory, build_fn=build_and_move)
+        build, merge = factory.build_fn, factory.merge_fn
+        return replace(
+            factory,
+            build_fn=lambda *args: dict_list_map_inplace(moved, build(*args)),
+            merge_fn=lambda parts: merge(dict_list_map_inplace(lambda part: part.squeeze(0), parts)),
+        )
 
     changed: dict[str, Any] = {}
     for name, value in state.items():
@@ -146,3 +164,8 @@ def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers
             value = moved_factory(value)
         changed[name] = value
     return changed
+
+
+def _layers_unstacked(loaded: dict[str, Tensor], built: GPTModel) -> dict[str, Tensor]:
+    shapes = {name: p.shape for name, p in built.named_parameters()}
+    return {name: value.view(shapes[name]) if name in shapes else value for name, value in loaded.items()}
