@@ -113,7 +113,7 @@ def wrong_imports(text: str, module: str, package: str) -> list[str]:
 def cuda_uses(text: str) -> list[int]:
     """Lines that touch CUDA: torch.cuda, ``.cuda()``, or a call that is given "cuda" or "cuda:0".
 
-    Comparing ``tensor.device.type`` with "cuda" is asking, not touching, and allowed.
+    Comparing ``tensor.device.type`` with "cuda", or a table with that key, is asking, not touching, and allowed.
     """
     lines = []
     for node in ast.walk(ast.parse(text)):
@@ -145,9 +145,9 @@ def _names_cuda(node: ast.AST | None) -> bool:
 
 
 def _inside_call(outer: ast.AST, part: ast.AST) -> bool:
-    """Whether a part of an argument belongs to a comparison or to a call of its own, which is looked at by itself."""
+    """Whether a part of an argument belongs to a comparison, an index, or a call of its own, which is looked at by itself."""
     return any(
-        isinstance(node, ast.Call | ast.Compare) and any(child is part for child in ast.walk(node))
+        isinstance(node, ast.Call | ast.Compare | ast.Subscript) and any(child is part for child in ast.walk(node))
         for node in ast.walk(outer)
     )
 
@@ -226,6 +226,7 @@ def test_the_checker_sees_wrong_imports(module: str, text: str, bad: bool) -> No
         ("device = 'cuda'", 1),
         ("if x.device.type == 'cuda': ...", 0),
         ("f(x.device.type == 'cuda')", 0),
+        ("f(BYTES.get(x.device.type, BYTES['cuda']))", 0),
         ("y = x.is_cuda", 0),
         ("raise ValueError('no cuda here')", 0),
     ],
