@@ -145,7 +145,7 @@ def _names_cuda(node: ast.AST | None) -> bool:
 
 
 def _inside_call(outer: ast.AST, part: ast.AST) -> bool:
-    """Whether a part of an argument belongs to a comparison, an index, or a call of its own, which is looked at by itself."""
+    """Whether a part of an argument belongs to a comparison, an index, or a call that is looked at by itself."""
     return any(
         isinstance(node, ast.Call | ast.Compare | ast.Subscript) and any(child is part for child in ast.walk(node))
         for node in ast.walk(outer)
