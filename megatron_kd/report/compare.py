@@ -9,15 +9,13 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from megatron_kd.config import recipe_differences
 from megatron_kd.errors import KDError
 from megatron_kd.files import write_atomic
 from megatron_kd.report.figure import draw_comparison
-from megatron_kd.report.runs import RunRecord, read_run
-from megatron_kd.report.summary import RunSummary, labels, summarize
+from megatron_kd.report.runs import read_run
+from megatron_kd.report.summary import RunSummary, labels, setting_differences, summarize
 from megatron_kd.report.table import comparison_table
 
-ALWAYS_DIFFERENT = {"name", "run_dir"}
 FIGURE = "compare.png"
 
 
@@ -74,10 +72,3 @@ def compare(run_dirs: Sequence[str | Path], out_dir: str | Path) -> Comparison:
         figure=out_dir / FIGURE,
         notes=[note for record in records for note in record.notes],
     )
-
-
-def setting_differences(records: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
-    """Every setting that is not the same in all recipes, but name and run_dir, with its value in each run."""
-    first = records[0].recipe
-    keys = {key for record in records[1:] for key, _, _ in recipe_differences(first, record.recipe)}
-    return [(key, [record.setting(key) for record in records]) for key in sorted(keys - ALWAYS_DIFFERENT)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-import textwrap
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,11 +38,13 @@ def draw_comparison(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]) 
     _draw_bars(panels["memory"], names, [summary.peak_memory_gib for summary in summaries], "Peak memory (GiB)")
     handles, texts = panels["kd"].get_legend_handles_labels()
     if handles:
+        # As many columns as the longest text leaves room for, at about 13 characters an inch.
+        columns = max(1, min(len(texts), int(11.0 * 13 / (max(map(_line_length, texts)) + 8))))
         figure.legend(
             handles,
             texts,
             loc="outside lower left",
-            ncols=min(len(texts), 4),
+            ncols=columns,
             fontsize=9,
             frameon=False,
             labelcolor=INK,
@@ -98,19 +100,9 @@ def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str]) -> 
     if not seen:
         _say_nothing(axes, "no training or evaluation figures yet")
         return
-    for baseline in sorted({round(value, 3) for value in baselines})[:1]:
-        axes.axhline(baseline, color="#777777", linewidth=1.0, linestyle=(0, (2, 2)), zorder=1)
-        axes.annotate(
-            "unigram model, held-out",
-            (1.0, baseline),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            va="bottom",
-            fontsize=8,
-            color="#555555",
-        )
+    for baseline in sorted({round(value, 2) for value in baselines}):
+        label = f"unigram model, held-out: {baseline:.2f}"
+        axes.axhline(baseline, color="#777777", linewidth=1.0, linestyle=(0, (2, 2)), zorder=1, label=label)
     axes.set_ylim(bottom=0.0, top=1.06 * max([*seen, *baselines]))
     axes.margins(x=0.02)
     axes.set_title("lines: training, points: held-out split", loc="right", fontsize=8, color="#777777")
@@ -119,7 +111,8 @@ def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str]) -> 
 def _draw_bars(axes: Any, names: Sequence[str], values: Sequence[float | None], title: str) -> None:
     _style(axes, title)
     axes.set_yticks(range(len(names)), names)
-    axes.set_ylim(max(len(names), 2) - 0.4, -0.6)  # first run on top
+    margin = 0.6 if len(names) > 1 else 1.1  # a bar alone must not fill its panel
+    axes.set_ylim(len(names) - 1 + margin, -margin)  # first run on top
     axes.tick_params(axis="y", length=0)
     axes.spines["bottom"].set_visible(False)
     axes.set_xticks([])  # every bar bears its figure
@@ -154,9 +147,19 @@ def moving_average(values: Sequence[float], width: int) -> list[float]:
 
 
 def _wrapped(label: str) -> str:
-    """Broken into lines at commas, and anywhere within a part that is too long for one line."""
-    parts = (part.replace(" ", "\N{NO-BREAK SPACE}") for part in label.split(", "))
-    return textwrap.fill(", ".join(parts), 30)
+    """Broken into lines of at most 30 characters, after a comma where there is one, else after a slash, _ or -."""
+    lines = [""]
+    for part in re.findall(r".*?, |.+", label):
+        pieces = [part] if len(part) <= 30 else re.findall(r"[^/_ -]{1,30}[/_ -]?|[/_ -]", part)
+        for piece in pieces:
+            if len((lines[-1] + piece).rstrip()) > 30:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines if line)
+
+
+def _line_length(text: str) -> int:
+    return max(len(line) for line in text.splitlines())
 
 
 def _short_count(value: float) -> str:

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from megatron_kd.config import recipe_differences
 from megatron_kd.report.runs import RunRecord, number
 
+ALWAYS_DIFFERENT = {"name", "run_dir"}
 EXPERTS = "expert_model_parallel_size"
 AXES = {
     "tensor_model_parallel_size": "TP",
@@ -138,16 +140,31 @@ def _sharing(run: RunRecord) -> list[str]:
     return [" + ".join(split)] if split else []
 
 
+def setting_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Every setting that is not the same in all recipes, but name and run_dir, with its value in each run."""
+    first = runs[0].recipe
+    keys = {key for run in runs[1:] for key, _, _ in recipe_differences(first, run.recipe)}
+    return [(key, [run.setting(key) for run in runs]) for key in sorted(keys - ALWAYS_DIFFERENT)]
+
+
 def labels(runs: Sequence[RunRecord]) -> list[str]:
-    """A short distinct label for each run: its method, else also how the model is split, or else its name or directory."""
+    """Short labels, one a run, all distinct.
+
+    The first of these that tells the runs apart: the methods, also with how the models are split, also with the whole
+    layouts, the one setting that differs, the names, the last parts of the directories.
+    """
     choices = [
         [method(run) for run in runs],
         [", ".join([name, *_sharing(run)]) if (name := method(run)) else None for run in runs],
         [f"{method(run)}, {layout(run)}" if method(run) and layout(run) else None for run in runs],
-        [_text(run.setting("name")) for run in runs],
     ]
+    differences = setting_differences(runs)
+    if len(differences) == 1:
+        key, values = differences[0]
+        choices.append([f"{key.rpartition('.')[2]} {value}" for value in values])
+    choices += [[_text(run.setting("name")) for run in runs], [run.directory.name for run in runs]]
     for choice in choices:
-        texts = [text for text in choice if text is not None]
+        texts = [text for text in choice if text]
         if len(texts) == len(runs) and len(set(texts)) == len(runs):
             return texts
     return [str(run.directory) for run in runs]
