@@ -27,6 +27,13 @@ SMOOTH_FROM = 80
 
 def draw_comparison(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]) -> bytes:
     """A PNG of the runs. What a run did not record is left out; a panel without any figure says so."""
+    buffer = io.BytesIO()
+    comparison_figure(runs, summaries).savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def comparison_figure(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]) -> Figure:
+    """The figure behind ``draw_comparison``: panels for the divergence, the step time and the memory."""
     names = [_wrapped(summary.label) for summary in summaries]
     lines = sum(name.count("\n") + 1 for name in names)
     engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.04, hspace=0.06)
@@ -49,9 +56,7 @@ def draw_comparison(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]) 
             frameon=False,
             labelcolor=INK,
         )
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", metadata={"Software": None})
-    return buffer.getvalue()
+    return figure
 
 
 def _style(axes: Any, title: str) -> None:
