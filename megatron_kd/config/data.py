@@ -52,7 +52,7 @@ class DataConfig(Section):
     @classmethod
     def _available_packing(cls, packing: str) -> str:
         if packing != "concatenate":
-            raise ValueError(f"packing {packing!r} is not available yet: use 'concatenate'")
+            raise ValueError(f"{packing!r} is not available yet: use 'concatenate'")
         return packing
 
     @model_validator(mode="after")

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import gcd
 from typing import Literal
 
 from megatron_kd.config.base import Section
 from megatron_kd.config.model import ModelConfig, Positive
+
+SPLIT_WIDTHS = ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
+"""Sizes of a model that tensor parallelism divides evenly; the vocabulary is padded instead."""
 
 
 class ClusterConfig(Section):
@@ -70,19 +74,23 @@ class ParallelismConfig(Section):
                 f"data.seq_length {seq_length} must be a multiple of parallelism.tensor_model_parallel_size {tp} "
                 f"with sequence_parallel: use {max(seq_length // tp, 1) * tp}"
             )
+        seen: list[tuple[int, ...]] = []
         for where, model in models.items():
-            yield from self._model_problems(where, model)
+            widths = tuple(getattr(model, key) for key in SPLIT_WIDTHS)
+            if widths not in seen:  # a student cut from its teacher has the same widths: say it once
+                seen.append(widths)
+                yield from self._model_problems(where, model)
 
     def _model_problems(self, where: str, model: ModelConfig) -> Iterator[str]:
         tp = self.tensor_model_parallel_size
-        for key in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-            size = getattr(model, key)
-            if size % tp:
-                yield (
-                    f"parallelism.tensor_model_parallel_size {tp} must divide {where}.{key} {size} ({model.name}): "
-                    "use a common divisor of num_attention_heads "
-                    f"{model.num_attention_heads}, num_query_groups {model.num_query_groups} and ffn_hidden_size "
-                    f"{model.ffn_hidden_size}"
-                )
+        widths = {key: getattr(model, key) for key in SPLIT_WIDTHS}
+        uneven = [f"{where}.{key} {width}" for key, width in widths.items() if width % tp]
+        if uneven:
+            common = gcd(*widths.values())
+            fitting = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
+            yield (
+                f"parallelism.tensor_model_parallel_size {tp} must divide {' and '.join(uneven)} ({model.name}): "
+                f"set it to one of {fitting}"
+            )
         if tp > model.vocab_size:
             yield f"parallelism.tensor_model_parallel_size {tp} is more than {where}.vocab_size {model.vocab_size}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def _parents(extends: Any, path: Path) -> list[Path]:
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{path}: extends must be the path of a file or a list of them, not {extends!r}")
     try:
-        return [path.parent / expand_variables(name) for name in names]
+        return [Path(os.path.normpath(path.parent / expand_variables(name))) for name in names]
     except ValueError as error:
         raise ConfigError(f"{path}: extends: {error}") from None
 

@@ -37,14 +37,14 @@ class LossConfig(Section):
     @classmethod
     def _available_divergence(cls, divergence: str) -> str:
         if divergence != "forward_kl":
-            raise ValueError(f"divergence {divergence!r} is not available yet: use 'forward_kl'")
+            raise ValueError(f"{divergence!r} is not available yet: use 'forward_kl'")
         return divergence
 
     @field_validator("tail")
     @classmethod
     def _available_tail(cls, tail: str) -> str:
         if tail != "bucket":
-            raise ValueError(f"tail {tail!r} is not available yet: use 'bucket'")
+            raise ValueError(f"{tail!r} is not available yet: use 'bucket'")
         return tail
 
     def problems(self, teacher: TeacherConfig) -> Iterator[str]:

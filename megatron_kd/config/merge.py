@@ -42,6 +42,7 @@ class Layered:
             child = parent.get(name)
             if child is None:
                 child = parent[name] = {}
+                self.sources[key[:depth]] = source
             if not isinstance(child, dict):
                 place = ".".join(key[:depth])
                 raise ConfigError(f"{source}: {'.'.join(key)} cannot be set, {place} is {child!r} and no section")

@@ -25,14 +25,16 @@ def explain(error: ValidationError, schema: type[BaseModel], source: Callable[[K
         key = tuple(str(part) for part in detail["loc"])
         if detail["type"] == TEACHER_INVALID:
             continue
-        where = source(key) if key else document
+        # What is missing, or wrong between several values, is not the fault of one place.
+        joint = detail["type"] == "missing" or (detail["type"] == "value_error" and _section(key, schema) is not None)
+        where = document if joint else source(key)
         parts.append(f"{where}: {_sentence(key, dict(detail), schema)}")
     return "; ".join(parts)
 
 
 def _sentence(key: Key, detail: dict[str, Any], schema: type[BaseModel]) -> str:
     dotted = ".".join(key)
-    kind = detail["type"]
+    kind, seen = detail["type"], detail["input"]
     if kind == "extra_forbidden":
         return f"unknown key {dotted}{_suggestion(key, schema)}"
     if kind == "missing":
@@ -41,13 +43,14 @@ def _sentence(key: Key, detail: dict[str, Any], schema: type[BaseModel]) -> str:
         message = str(detail["ctx"]["error"])
         return f"{dotted}: {message}" if dotted else message
     if kind == "literal_error":
-        seen = detail["input"]
         near = difflib.get_close_matches(str(seen), [str(value) for value in _choices(key, schema)], n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         return f"{dotted} is {seen!r}, must be {detail['ctx']['expected']}{hint}"
+    if kind == "string_pattern_mismatch":
+        return f"{dotted} is {seen!r}, must match {detail['ctx']['pattern']}{_description(key, schema)}"
     wanted = detail["msg"].removeprefix("Input ").removeprefix("should ")
     wanted = wanted.replace("be a valid dictionary or instance of", "be a section with the keys of")
-    return f"{dotted} is {_shown(detail['input'])}, must {wanted}"
+    return f"{dotted} is {_shown(seen)}, must {wanted}"
 
 
 def _shown(value: Any) -> str:

@@ -86,7 +86,7 @@ class FromTeacherConfig(Section):
             return list(range(0, teacher_layers, self.keep_every or 1))
         if self.keep_layers[-1] >= teacher_layers:
             raise ValueError(
-                f"student.from_teacher.keep_layers holds {self.keep_layers[-1]}, "
+                f"from_teacher.keep_layers holds {self.keep_layers[-1]}, "
                 f"but the teacher has the layers 0 to {teacher_layers - 1}"
             )
         return self.keep_layers
@@ -116,9 +116,12 @@ class StudentConfig(Section):
             return self
         cut = teacher.with_layers(len(self.from_teacher.layers(teacher.num_layers)))
         if self.model not in (teacher, cut):
-            seen = f"{self.model.name!r} with {self.model.num_layers} layers"
+            given, made = self.model.model_dump(), cut.model_dump()
+            keys = [key for key in made if given[key] != made[key]]
+            keys = [key for key in keys if key not in ("name", "hf")] or keys
+            unlike = ", ".join(f"{key} {given[key]!r} (not {made[key]!r})" for key in keys)
             raise ValueError(
-                f"model is {seen}, but from_teacher makes {cut.name!r} with {cut.num_layers}: "
+                f"model has {unlike}, unlike the cut of the teacher that from_teacher makes: "
                 "set student.model or student.from_teacher to null"
             )
         return self.model_copy(update={"model": cut})

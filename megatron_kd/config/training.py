@@ -26,9 +26,9 @@ class TrainingConfig(Section):
     precision: Literal["fp32", "bf16"] = "bf16"
     """Arithmetic of the models; the optimizer keeps float32 master weights."""
     eval_interval: NonNegative = 0
-    """Evaluate on the held-out split every so many steps; 0: only before the first and after the last."""
+    """Evaluate on the held-out split every so many steps; 0: never during training."""
     threads: Positive | None = None
-    """CPU threads of each rank; null: the cores of the machine shared out over its ranks."""
+    """CPU threads of each rank; null: chosen from the machine."""
 
     def problems(self, cluster: ClusterConfig, parallelism: ParallelismConfig) -> Iterator[str]:
         """What is wrong between the batch and the layout."""
