@@ -5,6 +5,7 @@ from __future__ import annotations
 import glob
 import gzip
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, cast, get_args
@@ -20,6 +21,7 @@ _FOLDER_SUFFIXES = {"text": (".txt", ".md", ".rst"), "jsonl": (".jsonl",)}
 _WHOLE_FILE_BYTES = 256 * 2**20
 _BLOCK_BYTES = 2**20
 _BLOCKS = 64
+_READ_ERRORS = (OSError, EOFError, zlib.error)
 
 
 def read_documents(corpus_format: CorpusFormat, paths: Sequence[str] = (), text_key: str = "text") -> Iterator[str]:
@@ -128,7 +130,7 @@ def _read_text(path: Path) -> str:
     try:
         with _open(path) as file:
             return file.read().decode()
-    except (UnicodeDecodeError, EOFError, gzip.BadGzipFile) as error:
+    except (UnicodeDecodeError, *_READ_ERRORS) as error:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
@@ -140,8 +142,8 @@ def _read_jsonl(files: Sequence[Path], text_key: str) -> Iterator[str]:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield _text_of(line, text_key, f"{path}:{number}")
-        except (EOFError, gzip.BadGzipFile) as error:
-            raise DataError(f"{path} is damaged behind line {number}: {error}") from error
+        except _READ_ERRORS as error:
+            raise DataError(f"{path} cannot be read behind line {number}: {error}") from error
 
 
 def _text_of(line: bytes, text_key: str, place: str) -> str:
@@ -158,6 +160,10 @@ def _text_of(line: bytes, text_key: str, place: str) -> str:
     text = value[text_key]
     if not isinstance(text, str):
         raise DataError(f"{place}: the value of {text_key!r} is {type(text).__name__}, not a string")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # an escaped half of a surrogate pair
+        raise DataError(f"{place}: the value of {text_key!r} is not valid Unicode: {error}") from error
     return text
 
 

@@ -33,7 +33,7 @@ def prepare(
     text_key: str = "text",
     tokenizer: Tokenizer,
     seq_length: int,
-    packing: Packing = "concatenate",
+    packing: str = "concatenate",
     train_tokens: int | None = None,
     heldout_tokens: int | None = None,
     out_dir: str | Path,
@@ -121,7 +121,7 @@ def _check(seq_length: int, packing: str, train_tokens: int | None, heldout_toke
         raise ConfigError(f"the seed must be from 0 to 2^64 − 1, not {seed}")
     for name, value in (("train_tokens", train_tokens), ("heldout_tokens", heldout_tokens)):
         if value is not None and value < seq_length:
-            raise ConfigError(f"{name} {value} is less than one row of seq_length {seq_length}: raise it")
+            raise ConfigError(f"data.{name} {value} is less than one row of data.seq_length {seq_length}: raise it")
 
 
 def _scan_enough(
@@ -154,7 +154,7 @@ def _scan_enough(
                 return scanned, choice
             problem = DataError(
                 f"the corpus has only {available} tokens for training beside the {heldout_tokens} held out, "
-                f"{needed} are needed: lower train_tokens or seq_length, or add documents"
+                f"{needed} are needed: lower data.train_tokens or data.seq_length, or add documents"
             )
         except DataError as error:
             problem = error

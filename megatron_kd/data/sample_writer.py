@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_kd.data.names import Packing
 from megatron_kd.data.npy import NpyWriter
 from megatron_kd.data.packing import PackedRow
 from megatron_kd.data.samples import FORMAT_VERSION, MANIFEST, SampleSet, add_to_digest
@@ -27,7 +26,7 @@ _ROWS_PER_WRITE = 256
 def sample_request(
     *,
     seq_length: int,
-    packing: Packing,
+    packing: str,
     tokenizer_identity: Mapping[str, Any],
     corpus_identity: Mapping[str, Any],
     selection: Mapping[str, Any],
@@ -69,7 +68,7 @@ def write_samples(
     splits: Mapping[str, Iterable[PackedRow]],
     *,
     seq_length: int,
-    packing: Packing,
+    packing: str,
     tokenizer_identity: Mapping[str, Any],
     corpus_identity: Mapping[str, Any],
     selection: Mapping[str, Any],

@@ -128,7 +128,7 @@ def _choose_heldout(
         factor *= _CANDIDATES
     raise DataError(
         f"{wanted} tokens are to be held out, but the documents that share no long passage with others hold only "
-        f"{lengths[alone].sum()} ({len(alone)} of {len(order)} documents): lower heldout_tokens or add documents"
+        f"{lengths[alone].sum()} ({len(alone)} of {len(order)} documents): lower data.heldout_tokens or add documents"
     )
 
 

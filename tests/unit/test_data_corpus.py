@@ -57,6 +57,7 @@ def test_jsonl(tmp_path: Path) -> None:
         (b'{"text": "\xff"}', r"x\.jsonl:3 is not valid JSON"),
         (b'{"body": "b"}', r"x\.jsonl:3 has no key 'text', only 'body'"),
         (b'{"text": 7}', r"x\.jsonl:3: the value of 'text' is int"),
+        (rb'{"text": "half \ud800"}', r"x\.jsonl:3: the value of 'text' is not valid Unicode"),
         (b'["text"]', r"x\.jsonl:3 holds a JSON list"),
     ],
 )
@@ -71,8 +72,13 @@ def test_jsonl_errors_name_the_line_and_come_only_there(tmp_path: Path, line: by
 def test_damaged_gzip(tmp_path: Path) -> None:
     packed = gzip.compress(b'{"text": "a"}\n' * 10_000)
     (tmp_path / "x.jsonl.gz").write_bytes(packed[: len(packed) // 2])
-    with pytest.raises(DataError, match=r"x\.jsonl\.gz is damaged"):
+    with pytest.raises(DataError, match=r"x\.jsonl\.gz cannot be read behind line \d"):
         list(read_documents("jsonl", [str(tmp_path)]))
+    flipped = bytearray(gzip.compress(bytes(range(256)) * 50))
+    flipped[20] ^= 0xFF
+    (tmp_path / "x.txt.gz").write_bytes(flipped)
+    with pytest.raises(DataError, match=r"x\.txt\.gz cannot be read"):
+        list(read_documents("text", [str(tmp_path)]))
 
 
 @pytest.mark.parametrize(

@@ -103,11 +103,14 @@ def test_all_of_a_corpus(tmp_path: Path, tokenizer: Tokenizer) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["corpus", "samples"]
 
 
-def test_budgets_and_a_split_by_document(tmp_path: Path, tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("train_tokens", [1000, None])
+def test_budgets_and_a_split_by_document(tmp_path: Path, tokenizer: Tokenizer, train_tokens: int | None) -> None:
     generator = random.Random(3)
     texts = [random_text(generator, generator.randint(20, 60)) for _ in range(60)]
-    samples = prepared(tmp_path, tokenizer, texts, train_tokens=1000, heldout_tokens=330)
-    assert samples.splits == {"train": range(31), "heldout": range(31, 41)}
+    samples = prepared(tmp_path, tokenizer, texts, train_tokens=train_tokens, heldout_tokens=330)
+    n = samples.splits["train"].stop
+    assert n == 31 if train_tokens else n > 100
+    assert samples.splits == {"train": range(n), "heldout": range(n, n + 10)}
     train = {tuple(document[:20]) for document in documents_of(samples, "train", tokenizer.eos_id)}
     heldout = {tuple(document[:20]) for document in documents_of(samples, "heldout", tokenizer.eos_id)}
     assert len(train) > 3 and len(heldout) > 1
@@ -209,7 +212,7 @@ def test_an_earlier_set_is_reused_without_reading(
         ({"heldout_tokens": 31}, ConfigError, "heldout_tokens 31 is less than one row"),
         ({"seed": -1}, ConfigError, "seed"),
         ({"train_tokens": 10**6}, DataError, r"the corpus has only \d+ tokens for training .* 1000000 are needed"),
-        ({"seq_length": 10**5}, DataError, "are needed: lower train_tokens or seq_length"),
+        ({"seq_length": 10**5}, DataError, r"are needed: lower data\.train_tokens or data\.seq_length"),
     ],
 )
 def test_refusals(
