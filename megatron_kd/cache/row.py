@@ -127,16 +127,27 @@ def _tokens_fault(row: Row, vocab_size: int) -> str:
     return ""
 
 
+def _surely_descending(logprobs: np.ndarray) -> bool:
+    """Whether all are < 0 (or −0), descend and are numbers; by bit patterns, float16 comparisons being slow."""
+    bits = np.ascontiguousarray(logprobs).view(f"u{logprobs.itemsize}")
+    infinite = np.array(-np.inf, logprobs.dtype).view(bits.dtype)
+    sign = 1 << (8 * logprobs.itemsize - 1)
+    return bool((bits[:, 0] >= sign).all() and (bits[:, -1] <= infinite).all() and (bits[:, 1:] >= bits[:, :-1]).all())
+
+
 def _slots_fault(row: Row, vocab_size: int) -> str:
     ids, logprobs = row.ids, row.logprobs
     if ids.min() < -1 or ids.max() >= vocab_size:
         return f"an id at position {_first((ids < -1) | (ids >= vocab_size))} is outside [-1, {vocab_size})"
-    # Written so that NaN fails the comparison.
-    if not (logprobs[:, 0] <= 0).all():
-        return f"the largest log-probability at position {_first(~(logprobs[:, 0] <= 0))} is above 0 or NaN"
-    descending = logprobs[:, 1:] <= logprobs[:, :-1]
-    if not descending.all():
-        return f"log-probabilities at position {_first(~descending)} do not descend (or are NaN): sort them with ids"
+    if not _surely_descending(logprobs):
+        # Written so that NaN fails the comparison.
+        if not (logprobs[:, 0] <= 0).all():
+            return f"the largest log-probability at position {_first(~(logprobs[:, 0] <= 0))} is above 0 or NaN"
+        descending = logprobs[:, 1:] <= logprobs[:, :-1]
+        if not descending.all():
+            return (
+                f"log-probabilities at position {_first(~descending)} do not descend (or are NaN): sort them with ids"
+            )
     if ids.min() < 0:
         unused = ids < 0
         if (logprobs[unused] != -np.inf).any():

@@ -147,7 +147,7 @@ def test_whole_shard_by_zarr_python(tmp_path: Path, value_dtype: str) -> None:
             patterns = np.cumsum(group["logprob_delta"][part], axis=1, dtype=group["logprob_delta"].dtype)
             if value_dtype == "bfloat16":
                 stored, used = (patterns.astype("u4") << 16).view("f4"), row.ids >= 0
-                assert np.abs(stored[used] / row.logprobs[used] - 1).max() <= 2**-9
+                assert np.abs(stored[used] / row.logprobs[used] - 1).max() <= 2**-8
                 assert (stored[~used] == -np.inf).all()
             else:
                 assert patterns.view(row.logprobs.dtype).tobytes() == row.logprobs.tobytes()

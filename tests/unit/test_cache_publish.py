@@ -223,6 +223,8 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         ({"logprobs": lambda x: x * np.float16(0.5)}, r"temperature 1 the probabilities .* add up to"),
         ({"logprobs": lambda x: np.where(x == x[3, 1], np.nan, x)}, "position 3 do not descend"),
         ({"logprobs": lambda x: np.where(x == x[4, 0], 1, x).astype("f2")}, "position 4 is above 0 or NaN"),
+        ({"logprobs": lambda x: np.where(x == x[4, 4], np.nan, x)}, "position 4 do not descend"),
+        ({"logprobs": lambda x: x.astype("f4")[:, ::-1]}, "do not descend"),
         ({"logprobs": lambda x: x[:, :4]}, r"logprobs is float16 \(31, 4\), this cache needs .* \(31, 5\)"),
         ({"tail_logmass": lambda x: x * np.nan}, "tail_logmass at position 0"),
         ({"tail_logmass": lambda x: x - 5}, "add up to"),
@@ -244,6 +246,19 @@ def test_bad_rows_are_refused_and_leave_nothing(
         write_shard(cache, 0, [rows[0], bad])
     assert not committed_shards(cache) and not list(cache.shards_folder.iterdir())
     assert write_shard(cache, 0, rows)
+
+
+def test_certain_and_impossible_tokens_can_be_stored(tmp_path: Path) -> None:
+    cache = create_cache(tmp_path / "c", make_manifest(1, 1), rank_table())
+    zero, never = np.float16(0), np.float16(-np.inf)
+    logprobs = np.array([[zero, never, never, never, never], [-zero, zero, never, never, never]], "f2")
+    row = replace(make_row(0, 2, unused=False), logprobs=logprobs, tail_logmass=np.full(2, -np.inf, "f4"))
+    with pytest.raises(CacheError, match="position 0 add up to 2"):
+        write_shard(cache, 0, [replace(row, logprobs=logprobs[::-1])])  # position 0 is among those added up
+    row = replace(row, logprobs=logprobs[[0, 0]])
+    assert write_shard(cache, 0, [row])
+    assert_rows_equal(CacheReader(cache).read(0), row)
+    assert verify(cache, "deep").ok
 
 
 def test_wrong_normalizer_is_refused(tmp_path: Path) -> None:
