@@ -65,6 +65,11 @@ class ArrayReader:
         return np.frombuffer(data, INDEX_ENTRY, entries * 2).reshape(entries, 2)
 
     @property
+    def index_bytes(self) -> int:
+        """The size of the shard index with its crc32c."""
+        return self._index.nbytes + CRC_BYTES
+
+    @property
     def chunks(self) -> int:
         """How many inner chunks hold the array."""
         return self.spec.chunks(self.length)

@@ -55,7 +55,7 @@ class IdCoding:
 
     def __init__(self, table: np.ndarray) -> None:
         """``table``: u32 [V], a permutation."""
-        # One more entry at the end: numpy's index −1 of an unused id finds it.
+        # One more entry at the end, which the index −1 of an unused id finds.
         self._rank_of_id = np.append(np.asarray(table, "<u4"), np.uint32(UNUSED_RANK))
         self._id_of_rank = np.full(len(table) + 1, UNUSED_ID, "<i4")
         self._id_of_rank[table] = np.arange(len(table), dtype="<i4")
@@ -65,7 +65,7 @@ class IdCoding:
         """int32 [..., K] in [−1, V) → u32 [..., K]. Raises ValueError for other ids."""
         if ids.size and (ids.min() < UNUSED_ID or ids.max() >= self._vocab_size):
             raise ValueError(f"ids must lie in [-1, {self._vocab_size}), not [{ids.min()}, {ids.max()}]")
-        return self._rank_of_id[ids]
+        return self._rank_of_id.take(ids, mode="wrap")  # several times faster than indexing
 
     def decode(self, ranks: np.ndarray) -> np.ndarray:
         """u32 [..., K] → int32 [..., K], −1 where unused. Raises ValueError for a rank that no id has."""

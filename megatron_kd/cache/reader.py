@@ -20,7 +20,6 @@ from megatron_kd.cache.shard_reader import ShardReader
 from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, open_cache
 from megatron_kd.errors import CacheError
 
-
 _READERS: weakref.WeakSet[CacheReader] = weakref.WeakSet()
 
 

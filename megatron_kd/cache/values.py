@@ -10,10 +10,10 @@ from __future__ import annotations
 import numpy as np
 
 # name in cache.json → numpy type of the bit patterns
-_PATTERN = {"float16": np.dtype("<u2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<u4")}
+_PATTERN: dict[str, np.dtype] = {"float16": np.dtype("<u2"), "bfloat16": np.dtype("<u2"), "float32": np.dtype("<u4")}
 VALUE_DTYPES = tuple(_PATTERN)
 # Half a unit in the last place, relative to the value: 2^−(mantissa bits + 1).
-ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-9, "float32": 2.0**-24}
+ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
 
 def pattern_dtype(value_dtype: str) -> np.dtype:

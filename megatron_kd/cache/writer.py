@@ -19,6 +19,7 @@ import numpy as np
 
 from megatron_kd.cache.array_writer import ArrayWriter, write_object
 from megatron_kd.cache.commits import CommitRecord, read_commit
+from megatron_kd.cache.mass import check_mass
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
 from megatron_kd.cache.schema import temperature_name
@@ -26,6 +27,8 @@ from megatron_kd.cache.store import Cache, committed_shards, open_cache, reporte
 from megatron_kd.cache.values import delta_encode, to_patterns
 from megatron_kd.errors import CacheError
 from megatron_kd.files import create_only, fsync_directory
+
+_MASS_STRIDE = 64  # adding up every position would cost as much as compressing it; `verify` does
 
 
 def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row]) -> bool:
@@ -146,8 +149,8 @@ class _ShardFiller:
             vocab_size=manifest.vocab_size,
             top_k=manifest.top_k,
             extra_temperatures=len(self._extra),
-            value_dtype=manifest.value_dtype,
         )
+        check_mass(row, manifest.temperatures, manifest.value_dtype, stride=_MASS_STRIDE)
         self.rows += 1
         self.tokens += len(row)
         self._documents += len(row.document_offsets)
