@@ -96,13 +96,17 @@ class SampleSet:
         """The 16 bytes that name a row in every cache, computed from what is on disk now."""
         return row_hash(self.tokens(sample), self.document_offsets(sample))
 
-    def token_counts(self, split: str | None = None) -> NDArray[np.int64]:
-        """How often each token occurs in a split (None: in all): int64 [V]."""
+    def token_counts(self, split: str | None = None, vocab_size: int | None = None) -> NDArray[np.int64]:
+        """How often each token occurs in a split (None: in all): int64 [vocab_size], by default the tokenizer's V.
+
+        A model's vocabulary may be larger than its tokenizer's, never smaller.
+        """
         ids = range(len(self)) if split is None else self.split(split)
-        counts = np.zeros(self.vocab_size, np.int64)
+        size = self.vocab_size if vocab_size is None else vocab_size
+        counts = np.zeros(size, np.int64)
         for start in range(ids.start, ids.stop, _ROWS_PER_COUNT):
             block = self._tokens[start : min(start + _ROWS_PER_COUNT, ids.stop)]
-            counts += np.bincount(block.ravel(), minlength=self.vocab_size)
+            counts += np.bincount(block.ravel(), minlength=size)
         return counts
 
     def split(self, name: str) -> range:

@@ -81,11 +81,15 @@ def save_weights(built: GPTModel, model: ModelConfig, path: Path, note: dict[str
 def read_note(path: Path) -> dict[str, Any]:
     """``model.json`` of a checkpoint. Raises CheckpointError if the directory is no checkpoint of ours."""
     if not path.is_dir():
-        raise CheckpointError(f"no checkpoint at {path}: import one with megatron-kd convert import, or correct the path")
+        raise CheckpointError(
+            f"no checkpoint at {path}: import one with megatron-kd convert import, or correct the path"
+        )
     try:
         note: dict[str, Any] = json.loads((path / MODEL_NOTE).read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{path} has no {MODEL_NOTE}: not a checkpoint of megatron-kd, or an unfinished one") from None
+        raise CheckpointError(
+            f"{path} has no {MODEL_NOTE}: not a checkpoint of megatron-kd, or an unfinished one"
+        ) from None
     except json.JSONDecodeError as error:
         raise CheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
     return note
@@ -136,7 +140,9 @@ def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers
 
     def moved(tensor: ShardedTensor) -> ShardedTensor:
         if tensor.prepend_axis_num != 1:
-            raise CheckpointError(f"{tensor.key} is not stacked over layers: layers cannot be chosen from this checkpoint")
+            raise CheckpointError(
+                f"{tensor.key} is not stacked over layers: layers cannot be chosen from this checkpoint"
+            )
         fragments = tensor.axis_fragmentations
         return replace(
             tensor,

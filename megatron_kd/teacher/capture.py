@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_kd.cache import CacheManifest, Row, build_rank_table, create_cache, missing_shards, rank_table_hash, write_shard
+from megatron_kd.cache import (
+    CacheManifest,
+    Row,
+    build_rank_table,
+    create_cache,
+    missing_shards,
+    rank_table_hash,
+    write_shard,
+)
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.device import current_device, fail_together
@@ -66,10 +74,7 @@ def check_samples(recipe: Recipe, samples: SampleSet) -> None:
 
 def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) -> tuple[CacheManifest, np.ndarray]:
     """The manifest and the rank table of this recipe's cache. Ids are numbered by their frequency in the samples."""
-    counts = np.zeros(recipe.teacher.model.vocab_size, np.int64)
-    seen = samples.token_counts()
-    counts[: len(seen)] = seen
-    table = build_rank_table(counts)
+    table = build_rank_table(samples.token_counts(vocab_size=recipe.teacher.model.vocab_size))
     manifest = CacheManifest(
         rows=len(samples),
         rows_per_shard=rows_per_shard(recipe),

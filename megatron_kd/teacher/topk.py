@@ -153,9 +153,7 @@ def _local_top(logits: Tensor, top_k: int, vocab_start: int) -> tuple[Tensor, Te
     return values, ids
 
 
-def _global_top(
-    values: Tensor, ids: Tensor, top_k: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
+def _global_top(values: Tensor, ids: Tensor, top_k: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
     if group is not None:
         packed = torch.cat((values, ids.to(torch.int32).view(torch.float32)), dim=1).contiguous()
         gathered = [torch.empty_like(packed) for _ in range(dist.get_world_size(group))]
