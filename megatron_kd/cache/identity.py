@@ -1,0 +1,44 @@
+"""What a row is: one hash over its tokens and its document boundaries.
+
+The teacher's answer depends on the tokens and on where documents start (attention does not cross them), and on nothing
+else about a row; the loss mask is left out because it does not change the teacher.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import xxhash
+
+ROW_HASH_VERSION = 1
+HASH_BYTES = 16
+
+
+def row_hash(tokens: np.ndarray, document_offsets: np.ndarray) -> bytes:
+    """The 16 bytes of xxh3_128(version as u32 ‖ tokens as i32 ‖ document offsets as i32), all little-endian.
+
+    Offsets start at 0 and rise, so the last 0 that only larger numbers follow marks where they begin: the two parts
+    cannot be confused and need no length.
+
+    Args:
+        tokens: integers [L], below 2^31.
+        document_offsets: integers [D], the positions at which documents start; the first is 0.
+
+    Raises:
+        ValueError: for an array that is not one-dimensional or not of integers.
+    """
+    for name, array in (("tokens", tokens), ("document_offsets", document_offsets)):
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise ValueError(f"{name} must be integers in one dimension, not {array.dtype} {array.shape}")
+    state = xxhash.xxh3_128(ROW_HASH_VERSION.to_bytes(4, "little"))
+    state.update(np.ascontiguousarray(tokens, "<i4"))
+    state.update(np.ascontiguousarray(document_offsets, "<i4"))
+    return state.digest()
+
+
+def first_difference(ours: np.ndarray, theirs: np.ndarray) -> int | None:
+    """The first position at which two sequences differ (the shorter one's end counts), None where they are equal."""
+    shared = min(len(ours), len(theirs))
+    differing = np.flatnonzero(ours[:shared] != theirs[:shared])
+    if len(differing):
+        return int(differing[0])
+    return None if len(ours) == len(theirs) else shared

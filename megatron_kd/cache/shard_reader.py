@@ -1,0 +1,107 @@
+"""One committed shard, open for reading: rows by their number, each checked against the commit record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from megatron_kd.cache.array_reader import ArrayReader
+from megatron_kd.cache.commits import CommitRecord, read_commit
+from megatron_kd.cache.identity import row_hash
+from megatron_kd.cache.rank_table import IdCoding
+from megatron_kd.cache.row import Row
+from megatron_kd.cache.schema import temperature_name
+from megatron_kd.cache.store import Cache
+from megatron_kd.cache.values import delta_decode, from_patterns
+from megatron_kd.errors import CacheError
+
+
+class ShardReader:
+    """Holds the open arrays of a shard. Thread-safe and fork-safe as ``ArrayReader`` is."""
+
+    def __init__(self, cache: Cache, coding: IdCoding, shard_index: int) -> None:
+        """Raises CacheError for a shard that is missing, damaged at its ends, or contradicts its record."""
+        self.record: CommitRecord = read_commit(cache, shard_index)
+        self.folder: Path = cache.shards_folder / self.record.attempt
+        manifest = cache.manifest
+        self._value_dtype = manifest.value_dtype
+        self._extra = [temperature_name(temperature) for temperature in manifest.temperatures[1:]]
+        self._coding = coding
+        self._first_sample = manifest.shard_samples(shard_index)[0]
+        self._row_hashes = b"".join(map(bytes.fromhex, self.record.row_hashes))
+        self.arrays: dict[str, ArrayReader] = {}
+        for spec in manifest.arrays.values():
+            name = f"{spec.name}/{spec.object_name}"
+            array = ArrayReader(self.folder / spec.name, self.record.objects[name]["bytes"])
+            if (array.spec.dtype, array.spec.width) != (spec.dtype, spec.width):
+                raise CacheError(
+                    f"{self.folder / spec.name} holds {array.spec.dtype} {array.spec.width}, "
+                    f"cache.json needs {spec.dtype} {spec.width}"
+                )
+            self.arrays[spec.name] = array
+        self._offsets = self._read_whole("sample_offsets")
+        self._document_index = self._read_whole("document_index")
+        self._document_starts = self._read_whole("document_starts")
+        self._check_lengths()
+
+    def _read_whole(self, name: str) -> np.ndarray:
+        array = self.arrays.pop(name)
+        values = array.read(0, array.length)
+        array.close()  # two small arrays of row bounds stay in memory; their files need not stay open
+        return values
+
+    def _check_lengths(self) -> None:
+        rows, tokens = self.record.rows, self.record.tokens
+        for name, bounds, end in (
+            ("sample_offsets", self._offsets, tokens),
+            ("document_index", self._document_index, len(self._document_starts)),
+        ):
+            if len(bounds) != rows + 1 or bounds[0] != 0 or bounds[-1] != end or (np.diff(bounds) <= 0).any():
+                raise CacheError(f"{self.folder / name} does not rise from 0 to {end} in {rows} steps")
+        for name, array in self.arrays.items():
+            if array.length != tokens:
+                raise CacheError(f"{self.folder / name} has {array.length} positions, the commit record says {tokens}")
+
+    def length(self, row: int) -> int:
+        """The number of tokens of a row."""
+        return int(self._offsets[row + 1] - self._offsets[row])
+
+    def hash(self, row: int) -> bytes:
+        """The row's hash, as committed."""
+        return self._row_hashes[16 * row : 16 * (row + 1)]
+
+    def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int32 [L] and document offsets int32 [D] of a whole row, proven by the row hash."""
+        tokens = self.arrays["tokens"].read(int(self._offsets[row]), int(self._offsets[row + 1]))
+        documents = self._document_starts[self._document_index[row] : self._document_index[row + 1]].copy()
+        if row_hash(tokens, documents) != self.hash(row):
+            raise CacheError(f"tokens in {self.folder} do not have the row hash of the commit record: damaged")
+        return tokens, documents
+
+    def row(self, row: int, start: int, stop: int) -> Row:
+        """Positions [start, stop) of a row."""
+        tokens, documents = self.tokens(row)
+        base = int(self._offsets[row])
+        begin, end = base + start, base + stop
+        read = {name: array.read(begin, end) for name, array in self.arrays.items() if name != "tokens"}
+        try:
+            ids = self._coding.decode(read["rank"])
+        except ValueError as error:
+            raise CacheError(f"{self.folder / 'rank'}: {error}") from error
+        extra = {}
+        for field, kind in (("log_normalizers", "log_normalizer"), ("tail_logmass_extra", "tail_logmass")):
+            values = [read[f"{kind}_{name}"] for name in self._extra]
+            extra[field] = np.stack(values) if values else np.empty((0, stop - start), "<f4")
+        return Row(
+            sample_id=self._first_sample + row,
+            tokens=tokens[start:stop],
+            loss_mask=read["loss_mask"],
+            document_offsets=documents,
+            ids=ids,
+            logprobs=from_patterns(delta_decode(read["logprob_delta"]), self._value_dtype),
+            tail_logmass=read["tail_logmass"],
+            log_normalizers=extra["log_normalizers"],
+            tail_logmass_extra=extra["tail_logmass_extra"],
+            start=start,
+        )

@@ -1,0 +1,161 @@
+"""Where the files of a cache lie, and how it comes into being.
+
+cache.json                       the manifest, create-only
+rank_table-<hash>.u32            u32 [V], little-endian, create-only, there before cache.json names it
+shards/000123-<attempt>/         one attempt at a shard: a zarr v3 group of sharded arrays
+commits/000123.json              makes one attempt the shard, create-only
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from megatron_kd.cache.manifest import CacheManifest, first_differing_field
+from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
+from megatron_kd.errors import CacheError
+from megatron_kd.files import create_only
+
+CAPTURE_AGAIN = "run `megatron-kd capture` again, it resumes with what is missing"
+_COMMIT_NAME = re.compile(r"(\d{6,})\.json")
+
+
+@dataclass(frozen=True, eq=False)
+class Cache:
+    """An existing cache: where it is, its manifest, its rank table u32 [V]."""
+
+    path: Path
+    manifest: CacheManifest
+    rank_table: np.ndarray
+
+    @property
+    def shards_folder(self) -> Path:
+        """Holds the attempts, one directory each."""
+        return self.path / "shards"
+
+    @property
+    def commits_folder(self) -> Path:
+        """Holds the commit records."""
+        return self.path / "commits"
+
+    def commit_path(self, shard_index: int) -> Path:
+        """The commit record of a shard, whether it exists or not."""
+        return self.commits_folder / f"{shard_index:06d}.json"
+
+
+@contextmanager
+def reported(path: Path, doing: str) -> Iterator[None]:
+    """Turns what the system refuses into a CacheError that says what was being done, and what remains."""
+    try:
+        yield
+    except OSError as error:
+        what = {
+            errno.ENOSPC: "the disk is full: free space",
+            errno.EDQUOT: "the quota is used up: free space",
+            errno.EFBIG: "the file would be too large: raise the limit (ulimit -f) or lower rows_per_shard",
+            errno.EROFS: "the file system is read-only: choose another path",
+            errno.EACCES: "no permission: choose another path or change its mode",
+        }.get(error.errno or 0, "see the system's message")
+        raise CacheError(
+            f"{doing} {path} failed ({error.strerror or error}); {what}, then run the command again. "
+            "Shards already committed stay valid."
+        ) from error
+
+
+def create_cache(path: Path | str, manifest: CacheManifest, rank_table: np.ndarray) -> Cache:
+    """Creates a cache, or opens the one that is there if it is the same; any number of processes may race.
+
+    Args:
+        rank_table: u32 [V], from ``build_rank_table``; its hash must be the manifest's.
+
+    Raises:
+        CacheError: where another cache stands at ``path`` (named by the first field that differs), for a table that
+            does not fit, or when the disk refuses.
+    """
+    path = Path(path)
+    check_rank_table(rank_table, manifest.vocab_size)
+    if rank_table_hash(rank_table) != manifest.rank_table_hash:
+        raise CacheError(
+            f"the rank table has hash {rank_table_hash(rank_table)}, the manifest names {manifest.rank_table_hash}"
+        )
+    if not (path / "cache.json").exists():
+        with reported(path, "creating cache"):
+            for folder in (path, path / "shards", path / "commits"):
+                folder.mkdir(parents=True, exist_ok=True)
+            create_only(_rank_table_path(path, manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
+            create_only(path / "cache.json", manifest.to_json())
+    cache = open_cache(path)
+    difference = first_differing_field(cache.manifest.identity(), manifest.identity())
+    if difference:
+        name, there, wanted = difference
+        raise CacheError(
+            f"{path} holds another cache: its {name} is {there!r}, this run needs {wanted!r}. "
+            "Choose another path, or remove that cache if nothing needs it."
+        )
+    return cache
+
+
+def open_cache(path: Path | str | Cache) -> Cache:
+    """Reads manifest and rank table. Raises CacheError where there is no cache or one of the two is damaged."""
+    if isinstance(path, Cache):
+        return path
+    path = Path(path)
+    try:
+        manifest = CacheManifest.from_json((path / "cache.json").read_bytes(), str(path / "cache.json"))
+    except FileNotFoundError as error:
+        raise CacheError(f"{path} is not a cache: it has no cache.json; make one with `megatron-kd capture`") from error
+    except OSError as error:
+        raise CacheError(f"{path / 'cache.json'} cannot be read: {error.strerror}") from error
+    table_path = _rank_table_path(path, manifest)
+    try:
+        table = np.fromfile(table_path, "<u4")
+    except OSError as error:
+        raise CacheError(f"{table_path} cannot be read: {error.strerror}; without it ids cannot be decoded") from error
+    if rank_table_hash(table) != manifest.rank_table_hash or len(table) != manifest.vocab_size:
+        raise CacheError(f"{table_path} is damaged: it does not have the hash in its name")
+    return Cache(path, manifest, table)
+
+
+def _rank_table_path(path: Path, manifest: CacheManifest) -> Path:
+    return path / f"rank_table-{manifest.rank_table_hash}.u32"
+
+
+def committed_shards(path: Path | str | Cache) -> list[int]:
+    """The shards that are done, ascending. Lists a directory, reads no shard."""
+    cache = open_cache(path)
+    try:
+        names = os.listdir(cache.commits_folder)
+    except OSError as error:
+        raise CacheError(f"{cache.commits_folder} cannot be read: {error.strerror}") from error
+    return sorted(int(match[1]) for match in map(_COMMIT_NAME.fullmatch, names) if match)
+
+
+def missing_shards(path: Path | str | Cache) -> list[int]:
+    """The shards still to be written, ascending."""
+    cache = open_cache(path)
+    done = set(committed_shards(cache))
+    return [shard for shard in range(cache.manifest.shards) if shard not in done]
+
+
+def missing_samples(cache: Cache) -> str:
+    """The sample ids of all missing shards in words, such as ``0–9, 40–44``; empty for a complete cache."""
+    return ranges(sample for shard in missing_shards(cache) for sample in cache.manifest.shard_samples(shard))
+
+
+def ranges(numbers: Iterable[int], most: int = 8) -> str:
+    """Ascending numbers as ranges, at most ``most`` of them: 0, 1, 2, 7 → ``0–2, 7``."""
+    found: list[list[int]] = []
+    for number in numbers:
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    words = [str(first) if first == last else f"{first}–{last}" for first, last in found[:most]]
+    return ", ".join(words) + (f" and {len(found) - most} more ranges" if len(found) > most else "")

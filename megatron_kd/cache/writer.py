@@ -1,0 +1,206 @@
+"""Writes shards: a private attempt directory, everything synced, then one create-only commit record.
+
+One writer fills a whole shard; two writers of the same shard do the work twice and one of them wins. A crash at any
+moment leaves an attempt directory that no record names: garbage, never a wrong row.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+import uuid
+from collections.abc import Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_kd.cache.array_writer import ArrayWriter, write_object
+from megatron_kd.cache.commits import CommitRecord, read_commit
+from megatron_kd.cache.mass import check_mass
+from megatron_kd.cache.rank_table import IdCoding
+from megatron_kd.cache.row import Row, check_row, content_hash
+from megatron_kd.cache.schema import temperature_name
+from megatron_kd.cache.store import Cache, committed_shards, open_cache, reported
+from megatron_kd.cache.values import delta_encode, to_patterns
+from megatron_kd.errors import CacheError
+from megatron_kd.files import create_only, fsync_directory
+
+_MASS_STRIDE = 64  # adding up every position would cost as much as compressing it; `verify` does
+
+
+def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row]) -> bool:
+    """Writes and commits one shard.
+
+    Args:
+        path: a cache made by ``create_cache``; give the ``Cache`` itself to save reading its manifest each time.
+        rows: the shard's rows in the order of their ids, all of them; consumed one at a time, so a generator keeps
+            memory small. Not touched if the shard is committed already.
+
+    Returns:
+        True if this call committed the shard, False if it was or became committed by another.
+
+    Raises:
+        CacheError: for rows that do not belong to the shard or are not as ``Row`` says, and when the disk refuses;
+            nothing of the shard is then published.
+    """
+    cache = open_cache(path)
+    samples = cache.manifest.shard_samples(shard_index)
+    record_path = cache.commit_path(shard_index)
+    if record_path.exists():
+        return False
+    attempt = cache.shards_folder / f"{shard_index:06d}-{uuid.uuid4().hex}"
+    try:
+        with reported(attempt, "writing shard"):
+            record = _write_attempt(cache, attempt, shard_index, samples, rows)
+            committed = create_only(record_path, record.to_json())
+    except BaseException:
+        # A record may have been linked although its directory could not be synced: then the attempt is in use.
+        if not record_path.exists():
+            shutil.rmtree(attempt, ignore_errors=True)
+        raise
+    # Over NFS a link that succeeded can be reported as existing (its answer was lost): the record has the truth.
+    if not committed and read_commit(cache, shard_index).attempt != attempt.name:
+        shutil.rmtree(attempt, ignore_errors=True)
+        return False
+    return True
+
+
+def _write_attempt(cache: Cache, attempt: Path, shard_index: int, samples: range, rows: Iterable[Row]) -> CommitRecord:
+    """Fills the attempt directory, all of it synced, and returns the record that would commit it."""
+    attempt.mkdir()
+    with ExitStack() as stack:
+        arrays = {}
+        for spec in cache.manifest.arrays.values():
+            arrays[spec.name] = ArrayWriter(attempt / spec.name, spec)
+            stack.callback(arrays[spec.name].abort)
+        filler = _ShardFiller(cache, arrays)
+        for row in rows:
+            if filler.rows == len(samples):
+                raise CacheError(f"shard {shard_index} has {len(samples)} rows; sample {row.sample_id} is one too many")
+            if row.sample_id != samples[filler.rows]:
+                raise CacheError(
+                    f"row {filler.rows} of shard {shard_index} must be sample {samples[filler.rows]}, "
+                    f"not {row.sample_id}"
+                )
+            filler.add(row)
+        if filler.rows != len(samples):
+            raise CacheError(
+                f"shard {shard_index} needs {len(samples)} rows (one writer, whole shard): got {filler.rows}"
+            )
+        objects: dict[str, dict[str, Any]] = {}
+        for writer in arrays.values():
+            objects |= writer.close()
+    group = {"zarr_format": 3, "node_type": "group", "attributes": group_attributes(cache, shard_index)}
+    objects["zarr.json"] = write_object(attempt / "zarr.json", json.dumps(group, indent=2).encode())
+    for name in arrays:
+        fsync_directory(attempt / name)
+    fsync_directory(attempt)
+    fsync_directory(cache.shards_folder)
+    return CommitRecord(
+        cache_id=cache.manifest.cache_id,
+        shard_index=shard_index,
+        attempt=attempt.name,
+        rows=len(samples),
+        tokens=filler.tokens,
+        objects=objects,
+        row_hashes=filler.row_hashes,
+        content_hashes=filler.content_hashes,
+    )
+
+
+def group_attributes(cache: Cache, shard_index: int) -> dict[str, Any]:
+    """The attributes of a shard's zarr group: what a reader without ``cache.json`` needs."""
+    manifest = cache.manifest
+    return {
+        "format_version": manifest.format_version,
+        "cache_id": manifest.cache_id,
+        "shard_index": shard_index,
+        "first_sample": manifest.shard_samples(shard_index)[0],
+        "top_k": manifest.top_k,
+        "vocab_size": manifest.vocab_size,
+        "value_dtype": manifest.value_dtype,
+        "temperatures": list(manifest.temperatures),
+        "rank_table_hash": manifest.rank_table_hash,
+    }
+
+
+class _ShardFiller:
+    """Checks rows and appends them to the arrays of one shard."""
+
+    def __init__(self, cache: Cache, arrays: dict[str, ArrayWriter]) -> None:
+        self._manifest = cache.manifest
+        self._coding = IdCoding(cache.rank_table)
+        self._arrays = arrays
+        self._extra = [temperature_name(temperature) for temperature in cache.manifest.temperatures[1:]]
+        self._documents = 0
+        self.rows = self.tokens = 0
+        self.row_hashes: list[str] = []
+        self.content_hashes: list[str] = []
+        for name in ("sample_offsets", "document_index"):
+            arrays[name].append(np.zeros(1, "<i8"))
+
+    def add(self, row: Row) -> None:
+        manifest = self._manifest
+        check_row(
+            row,
+            vocab_size=manifest.vocab_size,
+            top_k=manifest.top_k,
+            extra_temperatures=len(self._extra),
+        )
+        check_mass(row, manifest.temperatures, manifest.value_dtype, stride=_MASS_STRIDE)
+        self.rows += 1
+        self.tokens += len(row)
+        self._documents += len(row.document_offsets)
+        self.row_hashes.append(row.hash.hex())
+        self.content_hashes.append(content_hash(row, manifest.value_dtype))
+        values = {
+            "rank": self._coding.encode(row.ids),
+            "logprob_delta": delta_encode(to_patterns(row.logprobs, manifest.value_dtype)),
+            "tail_logmass": row.tail_logmass,
+            "tokens": row.tokens,
+            "loss_mask": row.loss_mask,
+            "document_starts": row.document_offsets,
+            "sample_offsets": np.array([self.tokens], "<i8"),
+            "document_index": np.array([self._documents], "<i8"),
+        }
+        for e, name in enumerate(self._extra):
+            values[f"log_normalizer_{name}"] = row.log_normalizers[e]
+            values[f"tail_logmass_{name}"] = row.tail_logmass_extra[e]
+        for name, array in values.items():
+            self._arrays[name].append(array)
+
+
+def orphans(path: Path | str | Cache) -> list[Path]:
+    """Attempt directories that no commit record names, and temporary files: of crashed, beaten or running writers."""
+    cache = open_cache(path)
+    # Attempts first: one that is committed after this listing is then found in the records, not taken for garbage.
+    attempts = sorted(cache.shards_folder.iterdir())
+    used = {read_commit(cache, shard).attempt for shard in committed_shards(cache)}
+    temporary = [file for folder in (cache.path, cache.commits_folder) for file in sorted(folder.glob(".*.tmp"))]
+    return [attempt for attempt in attempts if attempt.name not in used] + temporary
+
+
+def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[Path]:
+    """Removes orphans in which nothing was written for ``idle_s`` seconds, so that running writers keep theirs.
+
+    Returns:
+        What was removed.
+    """
+    cache = open_cache(path)
+    removed = []
+    for orphan in orphans(cache):
+        try:
+            newest = max(file.stat().st_mtime for file in [orphan, *orphan.rglob("*")])
+            if time.time() - newest < idle_s:
+                continue
+            if orphan.is_dir():
+                shutil.rmtree(orphan)
+            else:
+                orphan.unlink()
+        except FileNotFoundError:
+            continue  # its writer, or another clean-up, took it away meanwhile
+        removed.append(orphan)
+    return removed
