@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def find_model(name: str, folder: Path, asked_by: str) -> Path:
     """
     if "/" in name or name.endswith((".yaml", ".yml")):
         return folder / expand_variables(name)
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", name):
+        raise ConfigError(f"{name!r} is no name of a model ({asked_by}): letters, digits, dot, underscore and hyphen")
     repository = Path(__file__).resolve().parents[2]
     shelves = [root / "configs" / "models" for root in (*_upwards(folder), repository)]
     for shelf in shelves:
@@ -95,8 +98,7 @@ def _read(path: Path, asked_by: str, chain: tuple[Path, ...]) -> Layered:
     tree = Layered()
     for parent in _parents(own.pop("extends", None), path):
         tree.merge_layered(_read(parent, f"extended by {path}", (*chain, here)))
-    for key in (TEACHER_MODEL, STUDENT_MODEL):
-        _name_to_model(own, key, path)
+    _resolve_names(own, path.parent, str(path))
     tree.merge(own, str(path))
     return tree
 
@@ -111,19 +113,21 @@ def _parents(extends: Any, path: Path) -> list[Path]:
         raise ConfigError(f"{path}: extends: {error}") from None
 
 
-def _name_to_model(values: dict[str, Any], key: Key, path: Path) -> None:
-    """Replaces the name of a model in a file's own keys by the model's own mapping."""
-    section = values.get(key[0])
-    if isinstance(section, dict) and isinstance(section.get(key[1]), str):
-        section[key[1]] = _read_model(section[key[1]], path.parent, f"{'.'.join(key)} in {path}")
+def _resolve_names(values: dict[str, Any], folder: Path, source: str) -> None:
+    """Replaces the names of models among the keys of one file or override by the models' own mappings, in place."""
+    for section, key in (TEACHER_MODEL, STUDENT_MODEL):
+        role = values.get(section)
+        if isinstance(role, dict) and isinstance(role.get(key), str):
+            role[key] = _read_model(role[key], folder, f"{section}.{key} in {source}")
 
 
 def _read_model(name: str, folder: Path, asked_by: str) -> Whole:
     try:
-        file = find_model(name, folder, asked_by)
+        path = find_model(name, folder, asked_by)
     except ValueError as error:
         raise ConfigError(f"{asked_by}: {error}") from None
-    return Whole(_read(file, asked_by, ()).values)
+    tree = _read(path, asked_by, ())
+    return Whole(tree.values, tree.sources)
 
 
 def _apply(tree: Layered, override: str, folder: Path) -> None:
@@ -133,14 +137,14 @@ def _apply(tree: Layered, override: str, folder: Path) -> None:
     if not equals or not all(key):
         raise ConfigError(f"override {override!r}: write dotted.key=value, such as optimizer.lr=1e-5")
     source = f"override {override!r}"
-    value = parse_yaml(text, source)
-    if key == ("extends",):
+    if key[0] == "extends":
         raise ConfigError(f"{source}: extends belongs into a file")
-    if key in (TEACHER_MODEL, STUDENT_MODEL) and isinstance(value, str):
-        value = _read_model(value, folder, source)
-    # A key of a student that is not spelt out changes a copy of what it would have been: the teacher's model.
-    if key[:2] == STUDENT_MODEL and len(key) > 2 and tree.get(STUDENT_MODEL) is None:
-        inherited = tree.get(TEACHER_MODEL)
-        if isinstance(inherited, dict):
-            tree.set(STUDENT_MODEL, Whole(inherited), source)
-    tree.set(key, value, source)
+    nested = parse_yaml(text, source)
+    for name in reversed(key):
+        nested = {name: nested}
+    _resolve_names(nested, folder, source)
+    # A key of a student's model that is not spelt out changes a copy of what it would have been: the teacher's model.
+    inherited = tree.get(TEACHER_MODEL)
+    if key[:2] == STUDENT_MODEL and len(key) > 2 and tree.get(STUDENT_MODEL) is None and isinstance(inherited, dict):
+        tree.merge({"student": {"model": Whole(inherited)}}, source)
+    tree.merge(nested, source)

@@ -5,16 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_kd.errors import ConfigError
-
 Key = tuple[str, ...]
 
 
 class Whole(dict[str, Any]):
     """A mapping that stands for one thing, such as a named model.
 
-    Laid over another mapping it replaces it; later mappings still merge into it.
+    Laid over another mapping it replaces it; later mappings still merge into it. ``sources`` has where its own leaves
+    came from, which says more than the place that named it.
     """
+
+    def __init__(self, values: dict[str, Any], sources: dict[Key, str] | None = None) -> None:
+        super().__init__(values)
+        self.sources = sources or {}
 
 
 @dataclass
@@ -24,40 +27,32 @@ class Layered:
     values: dict[str, Any] = field(default_factory=dict)
     sources: dict[Key, str] = field(default_factory=dict)
 
-    def merge(self, other: dict[str, Any], source: str, at: Key = ()) -> None:
-        """Lays ``other`` over the mapping: mappings merge key by key, all else replaces, None resets to the default."""
-        for name, value in other.items():
-            self.set((*at, str(name)), value, source)
+    def merge(self, other: dict[str, Any], source: str) -> None:
+        """Lays ``other`` over the mapping: mappings merge key by key, everything else replaces.
 
-    def merge_layered(self, other: Layered, at: Key = ()) -> None:
+        None replaces too: it stays as the mark of a reset (see ``without_resets``).
+        """
+        self._merge(self.values, other, source, ())
+
+    def merge_layered(self, other: Layered) -> None:
         """Lays another layered mapping over this one and takes over the sources of its leaves."""
-        self.merge(other.values, "", at)
-        for key, source in other.sources.items():
-            self.sources[(*at, *key)] = source
+        self.merge(other.values, "")
+        self.sources.update(other.sources)
 
-    def set(self, key: Key, value: Any, source: str) -> None:
-        """Sets one value by its path of keys. Raises ConfigError where a key on the way is no section."""
-        parent = self.values
-        for depth, name in enumerate(key[:-1], start=1):
-            child = parent.get(name)
-            if child is None:
-                child = parent[name] = {}
-                self.sources[key[:depth]] = source
-            if not isinstance(child, dict):
-                place = ".".join(key[:depth])
-                raise ConfigError(f"{source}: {'.'.join(key)} cannot be set, {place} is {child!r} and no section")
-            parent = child
-        name, old = key[-1], parent.get(key[-1])
-        if isinstance(value, dict) and isinstance(old, dict) and not isinstance(value, Whole):
-            self.merge(value, source, key)
-            return
-        self._forget(key)
-        self.sources[key] = source
-        if isinstance(value, dict):
-            parent[name] = Whole() if isinstance(value, Whole) else {}
-            self.merge(value, source, key)
-        else:
-            parent[name] = value  # None included: it marks the key as reset for the files that extend this one
+    def _merge(self, into: dict[str, Any], other: dict[str, Any], source: str, at: Key) -> None:
+        for name, value in ((str(name), value) for name, value in other.items()):
+            key, old = (*at, name), into.get(name)
+            if isinstance(value, dict) and isinstance(old, dict) and not isinstance(value, Whole):
+                self._merge(old, value, source, key)
+                continue
+            self._forget(key)
+            self.sources[key] = source
+            into[name] = value
+            if isinstance(value, dict):
+                into[name] = Whole({}) if isinstance(value, Whole) else {}
+                self._merge(into[name], value, source, key)
+            if isinstance(value, Whole):
+                self.sources.update({(*key, *inner): place for inner, place in value.sources.items()})
 
     def get(self, key: Key) -> Any:
         """The value at a path of keys, None where there is none."""

@@ -64,7 +64,7 @@ def _suggestion(key: Key, schema: type[BaseModel]) -> str:
     near = difflib.get_close_matches(key[-1], known, n=1, cutoff=0.6)
     if near:
         return f": did you mean {'.'.join((*key[:-1], near[0]))}?"
-    elsewhere = [".".join(path) for path in _all_keys(schema) if path[-1] == key[-1]]
+    elsewhere = [".".join(path) for path in all_keys(schema) if path[-1] == key[-1]]
     if elsewhere:
         return f": did you mean {' or '.join(elsewhere)}?"
     place = ".".join(key[:-1]) or "a recipe"
@@ -103,9 +103,10 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _all_keys(schema: type[BaseModel], at: Key = ()) -> Iterator[Key]:
+def all_keys(schema: type[BaseModel], at: Key = ()) -> Iterator[Key]:
+    """The path of every section and setting of a schema."""
     for name, field in schema.model_fields.items():
         yield (*at, name)
         inner = _model_in(field.annotation)
         if inner is not None:
-            yield from _all_keys(inner, (*at, name))
+            yield from all_keys(inner, (*at, name))

@@ -13,8 +13,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_kd.config import dump_recipe, load_model, load_recipe, recipe_differences
+from megatron_kd.config import Recipe, dump_recipe, load_model, load_recipe, recipe_differences
 from megatron_kd.config.merge import Layered, Whole, without_resets
+from megatron_kd.config.messages import all_keys
 from megatron_kd.errors import ConfigError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -157,6 +158,21 @@ def test_model_overrides(tmp_path: Path) -> None:
     assert (inherited.student.model.num_layers, inherited.teacher.model.num_layers) == (3, 4)
 
 
+def test_a_model_may_be_named_within_a_section_of_an_override(tmp_path: Path) -> None:
+    path = write(tmp_path, "r.yaml", MINIMAL)
+    recipe = load_recipe(path, ["teacher={model: smollm2_135m, top_k: 7}"])
+    assert (recipe.teacher.model.name, recipe.teacher.top_k, recipe.teacher.cache) == ("smollm2_135m", 7, "cache")
+
+
+def test_a_mistake_in_a_model_file_names_that_file(tmp_path: Path) -> None:
+    own = (REPOSITORY / "configs/models/tiny_llama.yaml").read_text().replace("num_layers: 4", "num_layers: four")
+    model = write(tmp_path, "configs/models/mine.yaml", own)
+    message = refusal(write(tmp_path, "r.yaml", MINIMAL.replace("tiny_llama", "mine")))
+    assert f"{model}: teacher.model.num_layers is 'four'" in message
+    with pytest.raises(ConfigError, match="num_layers is 'four'"):
+        load_model("mine", tmp_path)
+
+
 def test_models_are_found_upwards_from_the_recipe_first(tmp_path: Path) -> None:
     own = (REPOSITORY / "configs/models/tiny_llama.yaml").read_text().replace("num_layers: 4", "num_layers: 9")
     write(tmp_path, "configs/models/tiny_llama.yaml", own)
@@ -221,9 +237,10 @@ def test_broken_files(tmp_path: Path) -> None:
         ("data=5", ["data is 5", "section"]),
         ("loss.implementation=fussed", ["loss.implementation is 'fussed'", "did you mean 'fused'?"]),
         ("loss.divergence=reverse_kl", ["'reverse_kl' is not available yet", "forward_kl"]),
-        ("loss.tail=truncate", ["'truncate' is not available yet", "bucket"]),
+        ("loss.tail=truncated", ["loss.tail is 'truncated'", "did you mean 'truncate'?"]),
         ("data.packing=documents", ["'documents' is not available yet", "concatenate"]),
         ("teacher.model=tinylama", ["no model 'tinylama'", "smollm2_135m, tiny_llama"]),
+        ("teacher.model='a b'", ["'a b' is no name of a model"]),
         ("name", ["dotted.key=value"]),
         ("=1", ["dotted.key=value"]),
         ("seed..x=1", ["dotted.key=value"]),
@@ -309,11 +326,38 @@ def test_merging_is_key_by_key_and_knows_its_sources(a: Any, b: Any, c: Any) -> 
     check(tree.values, ())
 
 
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["offline", "full"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=5,
+)
+DOTTED = [".".join(key) for key in all_keys(Recipe)]
+
+
+@given(st.lists(st.tuples(st.sampled_from(DOTTED), VALUES), min_size=1, max_size=3))
+def test_any_override_gives_a_recipe_or_one_line(settings: list[tuple[str, Any]]) -> None:
+    overrides = [f"{key}={yaml.safe_dump(value, default_flow_style=True)}" for key, value in settings]
+    try:
+        recipe = load_recipe(BASE, overrides)
+    except ConfigError as error:
+        recipe, message = None, str(error)
+    if recipe is None:
+        assert message.strip() and "\n" not in message
+    else:
+        assert Recipe.model_validate(recipe.model_dump()) == recipe
+
+
 def test_whole_mappings_replace_and_resets_vanish() -> None:
     tree = Layered({"m": {"x": 1}}, {})
-    tree.merge({"m": Whole(y=2)}, "b")
+    tree.merge({"m": Whole({"y": 2}, {("y",): "elsewhere"})}, "b")
     tree.merge({"m": {"z": 3}, "n": None}, "c")
     assert tree.values == {"m": {"y": 2, "z": 3}, "n": None}
+    assert [tree.source(("m", name), "") for name in "yz"] == ["elsewhere", "c"]
     assert without_resets(tree.values) == {"m": {"y": 2, "z": 3}}
 
 

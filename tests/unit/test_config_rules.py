@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from megatron_kd.config import FromTeacherConfig, Recipe, load_recipe
+from megatron_kd.config import FromTeacherConfig, LossConfig, Recipe, load_recipe
 from megatron_kd.errors import ConfigError
+from megatron_kd.losses.arguments import MODES
+from megatron_kd.losses.divergences import DIVERGENCES, TAILS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
@@ -126,6 +129,7 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["data.seq_length=8192", "data.train_tokens=8192", "data.heldout_tokens=8192"],
         ["optimizer.lr_warmup_iters=9", "training.train_iters=10"],
         ["teacher.top_k=49152"],
+        ["loss.tail=renormalize_both"],
         ["cluster.gpus_per_node=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
     ],
@@ -202,3 +206,15 @@ def test_every_field_has_a_description() -> None:
         return missing
 
     assert bare(Recipe, "") == []
+
+
+def test_losses_know_every_choice_that_a_recipe_may_make() -> None:
+    assert set(get_args(LossConfig.model_fields["tail"].annotation)) == set(TAILS)
+    assert set(get_args(LossConfig.model_fields["mode"].annotation)) <= set(MODES)
+    for divergence in get_args(LossConfig.model_fields["divergence"].annotation):
+        refused = False
+        try:
+            LossConfig(divergence=divergence)
+        except ValidationError:
+            refused = True
+        assert refused == (divergence not in DIVERGENCES), divergence
