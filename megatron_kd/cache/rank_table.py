@@ -15,23 +15,36 @@ UNUSED_RANK = 0xFFFFFFFF
 UNUSED_ID = -1
 
 
-def build_rank_table(token_counts: np.ndarray) -> np.ndarray:
+def build_rank_table(token_counts: np.ndarray, scored_ids: np.ndarray | None = None) -> np.ndarray:
     """The rank of every id, the most frequent id first, equal counts in the order of the ids.
 
     Args:
-        token_counts: integers [V], how often each id occurs in the samples (any weights ≥ 0 will do).
+        token_counts: integers [V], how often each id occurs in the samples.
+        scored_ids: integers of any shape, the top-K ids of some positions (−1 where unused). Given, ids are ordered
+            by how often they occur there first: what is stored are the teacher's candidates, not the tokens, and a
+            thousand positions tell enough.
 
     Returns:
-        u32 [V], a permutation of 0 … V−1. The same counts give the same table on every machine.
+        u32 [V], a permutation of 0 … V−1. The same input gives the same table on every machine.
+
+    Raises:
+        ValueError: for counts that are negative or not integers, for ids outside the vocabulary.
     """
     if token_counts.ndim != 1 or not len(token_counts) or token_counts.dtype.kind not in "iu":
         raise ValueError(f"token_counts must be integers [V], not {token_counts.dtype} {token_counts.shape}")
     if token_counts.min() < 0:
         raise ValueError(f"token_counts must not be negative: id {int(token_counts.argmin())} is")
-    # max − count instead of −count, which would overflow for unsigned counts
-    order = np.argsort(token_counts.max() - token_counts, kind="stable")
-    table = np.empty(len(order), "<u4")
-    table[order] = np.arange(len(order), dtype="<u4")
+    vocab_size = len(token_counts)
+    scored = np.zeros(vocab_size, "i8")
+    if scored_ids is not None:
+        used = scored_ids[scored_ids != UNUSED_ID]
+        if used.size and (used.min() < 0 or used.max() >= vocab_size):
+            raise ValueError(f"scored_ids must lie in [-1, {vocab_size}), not [{used.min()}, {used.max()}]")
+        scored = np.bincount(used, minlength=vocab_size)
+    # max − count instead of −count, which would overflow for unsigned counts; lexsort is stable
+    order = np.lexsort((token_counts.max() - token_counts, scored.max() - scored))
+    table = np.empty(vocab_size, "<u4")
+    table[order] = np.arange(vocab_size, dtype="<u4")
     return table
 
 

@@ -1,7 +1,7 @@
 """The arrays of a shard and their zarr v3 metadata.
 
 Every array is one zarr shard (codec ``sharding_indexed``, index at the end with crc32c) of inner chunks compressed by
-blosc (zstd level 3, bitshuffle) and closed by a crc32c. Only codecs of the zarr specification, so any zarr tool reads
+blosc (zstd level 2, bitshuffle) and closed by a crc32c. Only codecs of the zarr specification, so any zarr tool reads
 them. Legend: N tokens of the shard, R rows, K slots.
 """
 
@@ -18,7 +18,7 @@ from megatron_kd.cache.values import pattern_dtype
 # A slice decodes at most one chunk too many at each end; chunk length hardly changes the size (128 to 8192: 2 %).
 WIDE_CHUNK = 256  # positions of [N, K] arrays
 NARROW_CHUNK = 2048  # elements of one-dimensional arrays
-ZSTD_LEVEL = 3
+ZSTD_LEVEL = 2  # measured: level 3 saves 0.2 % and costs 40 % more time
 
 _DATA_TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float32")
 

@@ -26,6 +26,13 @@ def test_rank_table_sorts_by_count_then_id(counts: list[int]) -> None:
     check_rank_table(table, len(counts))
 
 
+@given(st.lists(st.integers(0, 3), min_size=4, max_size=12), st.lists(st.integers(-1, 3), max_size=30))
+def test_rank_table_puts_scored_ids_first(counts: list[int], scored: list[int]) -> None:
+    table = build_rank_table(np.array(counts), np.array(scored, "i4").reshape(-1, 1))
+    by_hand = sorted(range(len(counts)), key=lambda token: (-scored.count(token), -counts[token], token))
+    assert [by_hand.index(token) for token in range(len(counts))] == table.tolist()
+
+
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from([1, 2, 131_073, 201_088, 2**20]))
 def test_ids_round_trip(data: st.DataObject, vocab_size: int) -> None:
@@ -52,6 +59,8 @@ def test_foreign_ids_and_ranks_are_refused() -> None:
         check_rank_table(np.array([0, 2, 2], "u4"), 3)
     with pytest.raises(ValueError, match="id 1 is"):
         build_rank_table(np.array([3, -1]))
+    with pytest.raises(ValueError, match=r"scored_ids must lie in \[-1, 2\), not \[0, 2\]"):
+        build_rank_table(np.array([3, 1]), np.array([[0, -1, 2]]))
 
 
 def _descending(bits: np.ndarray, dtype: str) -> np.ndarray:
