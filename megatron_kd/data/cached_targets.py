@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from megatron_kd.cache import CacheReader, Row
+from megatron_kd.cache.reader import CacheReader
+from megatron_kd.cache.row import Row
 from megatron_kd.config import ModelConfig
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.errors import CacheError

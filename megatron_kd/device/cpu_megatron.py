@@ -92,7 +92,7 @@ def random_state_is_the_cpu_state() -> None:
 @workaround
 def tensors_move_to_cuda_by_staying() -> None:
     """``Tensor.cuda()`` is called on the tied embedding and on optimizer state."""
-    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[assignment, method-assign]
+    torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 @workaround

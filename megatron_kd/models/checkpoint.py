@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -58,11 +58,18 @@ def sharded_weights(built: GPTModel) -> dict[str, Any]:
     return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
 
 
-def save_weights(built: GPTModel, model: ModelConfig, path: Path, note: dict[str, Any]) -> None:
+def save_weights(
+    built: GPTModel,
+    model: ModelConfig,
+    path: Path,
+    note: dict[str, Any],
+    before_publishing: Callable[[Path], None] = lambda folder: None,
+) -> None:
     """Saves weights alone, with ``model.json``. Collective; the directory appears when all is written.
 
     Args:
         note: kept in ``model.json`` beside the architecture: source, weights_sha256, tokenizer.
+        before_publishing: adds files of its own to the directory, on the first rank.
 
     Raises:
         CheckpointError: the directory exists.
@@ -74,6 +81,7 @@ def save_weights(built: GPTModel, model: ModelConfig, path: Path, note: dict[str
     dist_checkpointing.save({"model": sharded_weights(built)}, str(partial))
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
+            before_publishing(partial)
             write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note})
     publish_directory(partial, path)
 

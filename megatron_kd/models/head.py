@@ -10,7 +10,7 @@ from megatron_kd.models.parallel import ParallelGroups
 
 
 def head_of(output_layer: Any, output_weight: Tensor | None) -> Tensor:
-    """This rank's shard [Vl, D] of the head: the tied embedding where Megatron-Core hands it over, else the layer's own."""
+    """This rank's shard [Vl, D] of the head: the tied embedding where it is handed over, else the layer's own."""
     weight: Tensor = output_weight if output_weight is not None else output_layer.weight
     if getattr(output_layer, "bias", None) is not None:
         raise ValueError("the output layer has a bias, which the losses do not apply")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from megatron_kd.config import ModelConfig, ParallelismConfig
@@ -36,7 +35,7 @@ def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, preci
         normalization="RMSNorm",
         layernorm_epsilon=model.layernorm_epsilon,
         gated_linear_unit=True,
-        activation_func=F.silu,
+        activation_func=torch.nn.functional.silu,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,

@@ -15,15 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_kd.cache import (
-    CacheManifest,
-    Row,
-    build_rank_table,
-    create_cache,
-    missing_shards,
-    rank_table_hash,
-    write_shard,
-)
+from megatron_kd.cache.manifest import CacheManifest
+from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
+from megatron_kd.cache.row import Row
+from megatron_kd.cache.store import create_cache, missing_shards
+from megatron_kd.cache.writer import write_shard
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.device import current_device, fail_together

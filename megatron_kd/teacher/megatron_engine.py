@@ -25,7 +25,7 @@ ENGINE = "megatron"
 
 
 class MegatronTeacher:
-    """A frozen model loaded from ``teacher.checkpoint``. All its methods are collective over the tensor-parallel group."""
+    """A frozen model loaded from ``teacher.checkpoint``; its methods are collective over the tensor-parallel group."""
 
     def __init__(self, recipe: Recipe, groups: ParallelGroups) -> None:
         """Builds and loads the model.

@@ -21,8 +21,8 @@ class ExtractedTopK:
 
     Attributes:
         targets: ids [N, K] in descending order of probability, log-probs float32, tail.
-        log_normalizers: for each further temperature T: (logsumexp(z/T) − logsumexp(z) / T [N], log tail mass at T [N]),
-            float32. log p_T(k) = log p(k) / T − the first, when the targets are at temperature 1.
+        log_normalizers: for each further temperature T a pair of float32 [N]: with T0 that of the targets
+            log Σ_v p_T0(v)^(T0/T), so that log p_T(v) = (T0/T)·log p_T0(v) − it; and the log tail mass at T.
     """
 
     targets: TopKTargets
@@ -81,7 +81,7 @@ def extract_top_k(
             empty,
             temperature,
         )
-        return ExtractedTopK(none, {t: (empty, empty) for t in extra_temperatures})
+        return ExtractedTopK(none, dict.fromkeys(extra_temperatures, (empty, empty)))
     ids, logprobs, tails, extras = zip(*parts, strict=True)
     targets = TopKTargets(torch.cat(ids), torch.cat(logprobs), torch.cat(tails), temperature)
     normalizers = {

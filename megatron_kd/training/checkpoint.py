@@ -120,7 +120,7 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     """
     with fail_together(f"reading {path}"):
         check_same_architecture(path, read_note(path), model)
-        progress = _read_progress(path)
+        progress = read_progress(path)
     same_layout = progress["tensor_model_parallel_size"] == groups.tp_size
     try:
         state = dist_checkpointing.load(
@@ -141,7 +141,8 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     student.tokens = progress["tokens"]
 
 
-def _read_progress(path: Path) -> dict[str, int]:
+def read_progress(path: Path) -> dict[str, int]:
+    """Iteration, consumed samples, tokens and layout of a checkpoint. Raises CheckpointError if it is none."""
     try:
         progress: dict[str, int] = json.loads((path / PROGRESS_NOTE).read_text())
     except (FileNotFoundError, json.JSONDecodeError) as error:

@@ -150,7 +150,7 @@ class _StepReader:
 
     def __call__(self, iteration: int) -> list[Batch]:
         ids = self._order.ids_for(iteration * self._batch + self._offset, *self._layout)
-        return [make_batch(self._samples, part, self._cached) for part in ids]
+        return [make_batch(self._samples, part.tolist(), self._cached) for part in ids]
 
 
 def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +101,5 @@ def _run_id(run_dir: Path) -> str:
     """The id kept in the run directory, so that a restarted job continues the same wandb run."""
     file = run_dir / "wandb_run.json"
     if not file.exists():
-        import wandb
-
-        write_json(file, {"id": wandb.util.generate_id()})
+        write_json(file, {"id": secrets.token_hex(4)})
     return str(json.loads(file.read_text())["id"])
