@@ -225,13 +225,21 @@ def _refuse_wrong_world(recipe: Any) -> None:
 
 
 def _quiet_libraries() -> None:
-    """Silences what other libraries print while they are imported; their real warnings go to the rank's log."""
+    """Silences what other libraries say while they are imported and set up; their errors still come through."""
+    import logging
     import warnings
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1" if not os.path.exists("/dev/nvidiactl") else "0")
-    for module in ("megatron", "torch"):
-        warnings.filterwarnings("ignore", module=rf"{module}\..*")
+    if not sys.stderr.isatty():
+        # Redrawn bars make one endless line of a log file; our own bars print lines there.
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not os.path.exists("/dev/nvidiactl"):
+        # Small helpers of Megatron-Core are compiled at their first use, which needs a C++ compiler and seconds.
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
+    for name in ("megatron", "torch.utils.cpp_extension"):
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _is_first_rank() -> bool:

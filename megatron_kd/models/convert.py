@@ -1,4 +1,4 @@
-"""``convert import``: Hugging Face weights become a Megatron distributed checkpoint, with their tokenizer beside them."""
+"""``convert import``: Hugging Face weights become a Megatron distributed checkpoint, the tokenizer beside them."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
     tokenizer = load_tokenizer(source)
     if tokenizer.vocab_size > model.vocab_size:
         raise CheckpointError(
-            f"the tokenizer in {source} has {tokenizer.vocab_size} tokens, {role}.model.vocab_size is {model.vocab_size}"
+            f"the tokenizer in {source} has {tokenizer.vocab_size} tokens, "
+            f"{role}.model.vocab_size is {model.vocab_size}"
         )
     weights = open_hf_weights(model.hf)
     select_device("cpu")
