@@ -24,6 +24,8 @@ convert_app = typer.Typer(help="Hugging Face weights to Megatron distributed che
 cache_app = typer.Typer(help="Look into a teacher cache and check it.", no_args_is_help=True)
 app.add_typer(convert_app, name="convert")
 app.add_typer(cache_app, name="cache")
+bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
+app.add_typer(bench_app, name="bench")
 
 RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/smollm2_cpu.yaml")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override keys of the recipe.")]
@@ -209,6 +211,35 @@ def cache_verify(
     _figures(report.to_dict(), json_, text)
     if not report.ok:
         raise typer.Exit(1)
+
+
+@bench_app.command("loss")
+def bench_loss(
+    tokens: Annotated[int, typer.Option(help="Tokens N.")] = 4096,
+    hidden: Annotated[int, typer.Option(help="Hidden size D.")] = 512,
+    vocab: Annotated[int, typer.Option(help="Vocabulary V.")] = 32768,
+    top_k: Annotated[int, typer.Option(help="Cached tokens K.")] = 100,
+    dtype: Annotated[str, typer.Option(help="fp32 or bf16")] = "fp32",
+    chunk_mib: Annotated[float, typer.Option(help="Budget of the chunk buffers in MiB.")] = 64.0,
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds after the warm-up.")] = 7,
+    json_: Json = False,
+) -> None:
+    """Time, counted peak bytes and FLOPs of the loss implementations beside three bare GEMMs."""
+    _quiet_libraries()
+    from megatron_kd.report import bench_loss as bench
+
+    results = bench.bench_loss(
+        tokens=tokens,
+        hidden=hidden,
+        vocab=vocab,
+        top_k=top_k,
+        dtype=dtype,
+        chunk_mib=chunk_mib,
+        device=device,
+        rounds=rounds,
+    )
+    _figures({"results": results}, json_, bench.table(results))
 
 
 @app.command()
