@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, addmm_flop
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_kd.device import select_device, synchronize
 from megatron_kd.device.platform import CPU_NAME
@@ -126,7 +126,11 @@ def bench_loss(
 
 def _count_flops(run: Callable[[], None]) -> int:
     """FLOPs of all matrix products, the accumulating in-place ones included, which the counter does not know."""
-    in_place = {torch.ops.aten.addmm_: addmm_flop}
+
+    def product(_: Any, left: tuple[int, int], right: tuple[int, int], **__: Any) -> int:
+        return 2 * left[0] * left[1] * right[1]
+
+    in_place = {torch.ops.aten.addmm_: product}
     with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
         run()
     return int(counter.get_total_flops())
