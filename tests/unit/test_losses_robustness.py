@@ -228,6 +228,23 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         linear_topk_divergence(**(call | change))
 
 
+def test_targets_on_another_device_are_refused() -> None:
+    case = make_case()
+    t = case.targets
+    elsewhere = TopKTargets(t.ids.to("meta"), t.logprobs.to("meta"), t.tail_logmass.to("meta"))
+    with pytest.raises(ValueError, match="targets lie on meta, hidden on cpu"):
+        linear_topk_divergence(case.hidden, case.weight, elsewhere, case.token_weights, vocab_size=24)
+
+
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_a_boolean_mask_is_a_weight(name: str, mode: str) -> None:
+    case = make_case()
+    mask = torch.tensor([True, False, True, True, True, False, True])
+    runs = [run_case(replace(case, token_weights=w), name, mode) for w in (mask, mask.double(), mask.long())]
+    assert_equal_runs(runs[0], runs[1])
+    assert_equal_runs(runs[2], runs[1])
+
+
 @pytest.mark.parametrize(("bad", "where"), [(24, 3), (-2, 5), (2**31 - 1, 0)])
 @pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
 def test_ids_out_of_range_are_refused(name: str, bad: int, where: int) -> None:
