@@ -136,8 +136,11 @@ def check_per_token(name: str, tensor: Tensor, leading: tuple[int, ...], tokens:
         )
 
 
-def check_targets(targets: TopKTargets, arguments: LossArguments, leading: tuple[int, ...]) -> TopKTargets:
-    """The targets as [N, K]; raises ValueError for another number of tokens or an id outside the vocabulary.
+def check_targets(
+    targets: TopKTargets, arguments: LossArguments, leading: tuple[int, ...], device: torch.device
+) -> TopKTargets:
+    """The targets as [N, K]; raises ValueError for another number of tokens, another device or an id that no row of
+    the head stands for.
 
     Rows of weight 0 may hold anything. On a GPU the ids are checked by a device-side assertion, since reading the
     answer would stop the host.
@@ -145,6 +148,8 @@ def check_targets(targets: TopKTargets, arguments: LossArguments, leading: tuple
     check_per_token("targets", targets.tail_logmass, leading, arguments.tokens)
     if targets.top_k < 1:
         raise ValueError("targets have no slots (K = 0)")
+    if targets.ids.device != device:
+        raise ValueError(f"targets lie on {targets.ids.device}, hidden on {device}: move them with targets.to()")
     flat = targets.flatten()
     if arguments.tokens:
         _check_ids("targets.ids", flat.ids.amin(dim=1), flat.ids.amax(dim=1), -1, arguments)

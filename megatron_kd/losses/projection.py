@@ -52,9 +52,12 @@ class Projection:
         """dz [c, V]·W → [c, D], in the dtype in which it should be reduced over ranks."""
         if self._native(hidden):
             return torch.mm(dz.to(self.head.dtype), self.head)
-        result = dz.new_zeros((dz.shape[0], self.head.shape[1]))
+        result = dz.new_empty((dz.shape[0], self.head.shape[1]))
+        if self.head.shape[0] == 0:
+            return result.zero_()
         for panel in self._panels(hidden):
-            result.addmm_(dz[:, panel], self.head[panel].to(self.dtype))
+            beta = 0 if panel.start == 0 else 1
+            torch.addmm(result, dz[:, panel], self.head[panel].to(self.dtype), beta=beta, out=result)
         return result
 
     def add_weight_gradient(self, dz: Tensor, hidden: Tensor, accumulator: Tensor, first: bool) -> None:

@@ -52,6 +52,9 @@ class TopKDivergence:
     rows of weight 0 left out of the GEMMs there (see ``plan_rows``).
 
     Collectives. All ranks of ``group`` call, and go backward, together. The output is equal on all of them.
+
+    Precision. All arithmetic is float32 (float64 for float64 inputs), under autocast too. The backward pass of the
+    two references is autograd's own: call it outside of autocast, as torch advises.
     """
 
     method: TopKMethod
@@ -125,7 +128,7 @@ class TopKDivergence:
             group=group,
             sequence_parallel=sequence_parallel,
         )
-        flat = check_targets(targets, arguments, gathered_leading(hidden, arguments))
+        flat = check_targets(targets, arguments, gathered_leading(hidden, arguments), hidden.device)
         check_labels(arguments)
         settings = TopKSettings(divergence, tail, resolved, chunk_bytes, main_grad_accumulation)
         with (

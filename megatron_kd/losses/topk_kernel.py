@@ -140,7 +140,8 @@ class TopKKernel:
     def _divergence(self, work: TopKWork, normalisers: Tensor) -> RowResult:
         lse, lset = normalisers[0], normalisers[1]
         if self.tail.student_over_set:
-            lse, lset = normalisers[2], torch.full_like(lset, -torch.inf)
+            # A row without ids has lse_set = −inf; it must give 0, not −inf − (−inf).
+            lse, lset = finite_or_zero(normalisers[2]), torch.full_like(lset, -torch.inf)
         teacher = self.tail.teacher(work.targets.p, work.targets.tail)
         return self.divergence(teacher, StudentRows(work.z, work.owned, lse, lset))
 

@@ -1,0 +1,168 @@
+"""Tensor and sequence parallelism over gloo against the single-process oracle, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_kd.losses import IMPLEMENTATIONS
+from megatron_kd.targets import TopKTargets
+from megatron_kd.testing import run_distributed
+from tests.unit.test_losses_oracle import METHODS, Case, make_case, oracle_run
+
+# Name → (vocabulary, K, rows of each rank's shard by world size); the last rows are padding.
+LAYOUTS: dict[str, tuple[int, int, dict[int, list[int]]]] = {
+    "even": (24, 4, {1: [24], 2: [12, 12], 3: [8, 8, 8], 4: [6, 6, 6, 6]}),
+    "uneven and padded": (22, 5, {1: [26], 2: [15, 10], 3: [9, 4, 12], 4: [7, 5, 8, 6]}),
+    "K larger than a shard": (20, 9, {1: [20], 2: [8, 12], 3: [7, 7, 7], 4: [5, 5, 5, 5]}),
+    "the last shard is padding alone": (6, 3, {1: [8], 2: [6, 2], 3: [3, 3, 3], 4: [2, 2, 2, 2]}),
+}
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 1.7, "ce_weight": 0.3, "logit_softcap": 2.0},
+    {"temperature": 1.0, "tail": "bucket"},
+    {"temperature": 3.0, "ce_weight": 0.3, "tail": "renormalize_both"},
+]
+
+
+def case_of(layout: str, world: int, temperature: float, masked: tuple[int, ...], one_shard: bool) -> tuple[Case, int]:
+    vocab, top_k, shards = LAYOUTS[layout]
+    rows = shards[world]
+    case = make_case(12, 5, vocab, top_k, temperature, padding=sum(rows) - vocab, masked=masked)
+    if one_shard:  # every cached id in the first shard
+        t, first = case.targets, min(rows[0], vocab)
+        ids = torch.arange(top_k, dtype=torch.int32).expand(12, top_k) % first
+        case = replace(case, targets=TopKTargets(ids.contiguous(), t.logprobs, t.tail_logmass, temperature))
+    return case, sum(rows[: dist.get_rank()])
+
+
+def check(rank: int, world: int, layout: str, masked: tuple[int, ...], one_shard: bool = False) -> list[float]:
+    """Compares every method with the oracle; returns the losses seen."""
+    group: Any = dist.group.WORLD
+    losses: list[float] = []
+    for sequence_parallel in (False, True):
+        if sequence_parallel and 12 % world:
+            continue
+        for options in VARIANTS:
+            kw = dict(options)
+            case, start = case_of(layout, world, kw.pop("temperature"), masked, one_shard)
+            stop = start + LAYOUTS[layout][2][world][rank]
+            mine = slice(rank * 12 // world, (rank + 1) * 12 // world) if sequence_parallel else slice(None)
+            for kind in ("topk", "full") if "tail" not in kw else ("topk",):
+                loss, per_token, dh, dw = oracle_run(case, kind, upstream=0.5, **kw)
+                for name, mode in METHODS:
+                    # [b, s] seen as [s, b]: a view that no rank may flatten carelessly.
+                    hidden = case.hidden[mine].clone().requires_grad_()
+                    shaped = hidden.view(2, -1, 5).transpose(0, 1) if not sequence_parallel else hidden
+                    weight = case.weight[start:stop].clone().requires_grad_()
+                    order = torch.arange(12).view(2, 6).t().reshape(-1) if not sequence_parallel else torch.arange(12)
+                    t = case.targets
+                    targets = TopKTargets(t.ids[order], t.logprobs[order], t.tail_logmass[order], t.temperature)
+                    call: dict[str, Any] = {
+                        "vocab_size": case.vocab_size, "vocab_start": start, "group": group, "mode": mode,
+                        "sequence_parallel": sequence_parallel, "chunk_bytes": 5 * 8 * case.vocab_size // world,
+                    } | kw  # fmt: skip
+                    if "ce_weight" in kw:
+                        call["labels"] = case.labels[order]
+                    weights = case.token_weights[order]
+                    if kind == "topk":
+                        out = IMPLEMENTATIONS[name].topk(shaped, weight, targets, weights, **call)
+                    else:
+                        teacher = case.teacher_hidden[mine]
+                        teacher = teacher.view(2, -1, 7).transpose(0, 1) if not sequence_parallel else teacher
+                        out = IMPLEMENTATIONS[name].full(
+                            shaped, weight, teacher, case.teacher_weight[start:stop], weights,
+                            temperature=t.temperature, **call,
+                        )  # fmt: skip
+                    (0.5 * out.loss).backward()
+                    where = f"{name}/{mode}/{kind}/SP {sequence_parallel}/{kw}"
+                    for what, got, expected in (
+                        ("loss", out.loss.detach(), loss),
+                        ("loss_per_token", out.loss_per_token, per_token[order]),
+                        ("dH", hidden.grad, dh[mine]),
+                        ("dW", weight.grad, dw[start:stop]),
+                    ):
+                        assert got is not None
+                        close = torch.allclose(got, expected, rtol=1e-10, atol=1e-11)
+                        assert close, f"{what} of {where}: {got} but expected {expected}"
+                    if kind == "topk":
+                        check_statistics(out.statistics, case, order, where)
+                    losses.append(float(out.loss))
+    return losses
+
+
+def check_statistics(statistics: Any, case: Case, order: torch.Tensor, where: str) -> None:
+    """Equal to the dense statistics of one process, which the unit tests hold against their definition."""
+    one = IMPLEMENTATIONS["dense"].topk(
+        case.hidden[order],
+        case.weight,
+        TopKTargets(case.targets.ids[order], case.targets.logprobs[order], case.targets.tail_logmass[order], 1.0),
+        case.token_weights[order],
+        vocab_size=case.vocab_size,
+    )
+    torch.testing.assert_close(statistics.teacher_mass, one.statistics.teacher_mass, msg=where)
+    if case.targets.temperature == 1.0:
+        torch.testing.assert_close(statistics.student_mass, one.statistics.student_mass, msg=where)
+    torch.testing.assert_close(statistics.top1_agreement, one.statistics.top1_agreement, msg=where)
+
+
+# Layout, masked tokens and whether all cached ids lie in the first shard. Under sequence parallelism the masks leave
+# slices with unequal numbers of valid rows, a slice without any, and no valid row at all.
+PLANS: dict[int, list[tuple[str, tuple[int, ...], bool]]] = {
+    2: [*((layout, (), False) for layout in LAYOUTS), ("even", (3,), True), ("uneven and padded", (0, 1, 2, 8), False)],
+    3: [("K larger than a shard", tuple(range(5)), False)],
+    4: [
+        ("uneven and padded", tuple(range(5)), False),
+        ("uneven and padded", tuple(range(12)), False),
+        ("the last shard is padding alone", (), False),
+    ],
+}
+
+
+def every_layout(rank: int, world: int) -> tuple[list[float], dict[str, int]]:
+    losses = [loss for plan in PLANS[world] for loss in check(rank, world, *plan)]
+    return losses, traffic(rank) if world == 2 else {}
+
+
+def traffic(rank: int) -> dict[str, int]:
+    """Collectives of one fused call and its backward pass, counted in the profiler's events (two ranks)."""
+    case = make_case(12, 5, 24, 4)
+    counts: dict[str, int] = {}
+    for sequence_parallel in (False, True):
+        mine = slice(rank * 6, rank * 6 + 6) if sequence_parallel else slice(None)
+        hidden = case.hidden[mine].clone().requires_grad_()
+        weight = case.weight[rank * 12 : rank * 12 + 12].clone().requires_grad_()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            IMPLEMENTATIONS["fused"].topk(
+                hidden, weight, case.targets, case.token_weights, vocab_size=24, vocab_start=rank * 12,
+                group=dist.group.WORLD, sequence_parallel=sequence_parallel, chunk_bytes=4 * 12 * 8,
+            ).loss.backward()  # fmt: skip
+        for event in profile.events():
+            for kind in ("_allgather_base_", "allreduce_", "_reduce_scatter_base_"):
+                if event.name == f"c10d::{kind}":
+                    key = f"{kind}/{sequence_parallel}"
+                    counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+@pytest.mark.parametrize("world", list(PLANS))
+def test_any_layout_equals_the_oracle(world: int) -> None:
+    results = run_distributed(every_layout, world)
+    # Two layouts of the sequence, topk in three variants, full in one, four methods.
+    assert len(results[0][0]) == len(PLANS[world]) * 2 * 4 * 4
+    # Not a rounding apart: ranks that decide by the loss (a skipped step) must decide alike.
+    assert all(losses == results[0][0] for losses, _ in results)
+    for _, counts in results if world == 2 else ():
+        # Three chunks: one exchange each, dH reduced once each, the per-token loss summed once at the end.
+        assert counts == {
+            "_allgather_base_/False": 3,
+            "allreduce_/False": 3 + 1,
+            "_allgather_base_/True": 3 + 3,
+            "_reduce_scatter_base_/True": 3,
+            "allreduce_/True": 1,
+        }

@@ -1,0 +1,175 @@
+"""Value and gradient of every implementation against the oracle, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_kd.losses import IMPLEMENTATIONS, TAILS
+from megatron_kd.targets import TopKTargets
+from tests.unit.test_losses_oracle import (
+    METHODS,
+    assert_agrees,
+    make_case,
+    oracle_run,
+    run_case,
+)
+
+EXTRAS: list[dict[str, Any]] = [{}, {"ce_weight": 0.3}, {"ce_weight": 0.3, "logit_softcap": 2.0}]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7, 3.0, 0.5])
+@pytest.mark.parametrize("tail", list(TAILS))
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_topk_agrees_with_the_oracle(name: str, mode: str, tail: str, temperature: float) -> None:
+    case = make_case(temperature=temperature, masked=(2, 5))
+    for extra in EXTRAS:
+        run = run_case(case, name, mode, upstream=-1.5, tail=tail, **extra)
+        assert_agrees(run, oracle_run(case, upstream=-1.5, tail=tail, **extra))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 1.7, 3.0])
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_full_agrees_with_the_oracle(name: str, mode: str, temperature: float) -> None:
+    case = make_case(temperature=temperature, masked=(0,))
+    for extra in EXTRAS:
+        run = run_case(case, name, mode, "full", upstream=0.25, **extra)
+        assert_agrees(run, oracle_run(case, "full", upstream=0.25, **extra))
+
+
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_without_t2_value_and_gradient_shrink_by_it(name: str, mode: str) -> None:
+    case = make_case(temperature=3.0)
+    assert_agrees(run_case(case, name, mode, scale_by_t2=False), oracle_run(case, scale_by_t2=False))
+
+
+@pytest.mark.parametrize("kind", ["topk", "full"])
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_finite_differences(name: str, mode: str, kind: str) -> None:
+    """The derivative in a random direction, by central differences of the implementation's own value."""
+    case = make_case(temperature=3.0)
+    run = run_case(case, name, mode, kind, ce_weight=0.2)
+    rng = torch.Generator().manual_seed(5)
+    for _ in range(3):
+        dh = torch.randn(case.hidden.shape, generator=rng, dtype=torch.float64)
+        dw = torch.randn(case.weight.shape, generator=rng, dtype=torch.float64)
+        step = 1e-5
+        moved = [replace(case, hidden=case.hidden + s * dh, weight=case.weight + s * dw) for s in (step, -step)]
+        up, down = (run_case(there, name, mode, kind, ce_weight=0.2) for there in moved)
+        numeric = (up.output.loss - down.output.loss) / (2 * step)
+        analytic = (run.hidden_gradient * dh).sum() + (run.weight_gradient * dw).sum()
+        torch.testing.assert_close(analytic, numeric.detach(), rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["topk", "full"])
+@pytest.mark.parametrize(("name", "mode"), [m for m in METHODS if m[1] != "single_pass"])
+def test_gradcheck(name: str, mode: str, kind: str) -> None:
+    case = make_case(tokens=4, size=3, vocab=9, top_k=3, temperature=1.7)
+    implementation = IMPLEMENTATIONS[name]
+
+    def value(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kw: dict[str, Any] = {"vocab_size": 9, "mode": mode, "chunk_bytes": 200}
+        if kind == "topk":
+            return implementation.topk(hidden, weight, case.targets, case.token_weights, **kw).loss
+        teacher = (case.teacher_hidden, case.teacher_weight)
+        return implementation.full(hidden, weight, *teacher, case.token_weights, temperature=1.7, **kw).loss
+
+    assert torch.autograd.gradcheck(value, (case.hidden.requires_grad_(), case.weight.requires_grad_()))
+
+
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_student_equal_to_teacher_has_no_loss_and_no_gradient(name: str, mode: str) -> None:
+    case = make_case(top_k=24, temperature=1.7)
+    logp = torch.log_softmax(case.hidden @ case.weight[:24].t() / 1.7, dim=1)
+    ids = torch.arange(24, dtype=torch.int32).expand(7, 24).contiguous()
+    case = replace(
+        case,
+        teacher_hidden=case.hidden,
+        teacher_weight=case.weight,
+        targets=TopKTargets(ids, logp, torch.full((7,), -torch.inf), 1.7),
+    )
+    for kind in ("topk", "full"):
+        run = run_case(case, name, mode, kind)
+        for tensor in (run.output.loss_per_token, run.hidden_gradient, run.weight_gradient):
+            assert tensor.abs().max() < 1e-13
+        assert (run.output.statistics.top1_agreement == 1).all()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 11])
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_numbers_of_tokens_around_the_chunk(name: str, mode: str, tokens: int) -> None:
+    case = make_case(tokens=tokens)
+    assert_agrees(run_case(case, name, mode), oracle_run(case))
+    assert_agrees(run_case(case, name, mode, "full"), oracle_run(case, "full"))
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    tokens=st.integers(0, 9),
+    size=st.integers(1, 6),
+    vocab=st.integers(1, 30),
+    share=st.floats(0.01, 1.0),
+    padding=st.integers(0, 5),
+    rows=st.integers(1, 12),
+    masked=st.sets(st.integers(0, 8), max_size=4),
+    temperature=st.sampled_from([0.5, 1.0, 2.5]),
+    method=st.sampled_from(METHODS),
+)
+def test_any_shape(
+    tokens: int, size: int, vocab: int, share: float, padding: int, rows: int, masked: set[int], temperature: float,
+    method: tuple[str, str],
+) -> None:  # fmt: skip
+    case = make_case(
+        tokens, size, vocab, max(1, int(share * vocab)), temperature, padding, seed=tokens + 10 * vocab,
+        masked=tuple(m for m in masked if m < tokens),
+    )  # fmt: skip
+    assert_agrees(run_case(case, *method, rows=rows), oracle_run(case))
+    assert_agrees(run_case(case, *method, "full", rows=rows), oracle_run(case, "full"))
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10_000), top_k=st.integers(1, 20), spread=st.floats(0.1, 12.0))
+def test_bucket_is_bounded_from_below_with_rounded_targets(seed: int, top_k: int, spread: float) -> None:
+    """A KL between distributions is not negative; rounding the targets to float16 costs at most the missing mass."""
+    case = make_case(vocab=20, top_k=top_k, seed=seed)
+    case = replace(case, hidden=case.hidden * spread)
+    targets = case.targets
+    rounded = TopKTargets(targets.ids, targets.logprobs.half(), targets.tail_logmass.float(), 1.0)
+    run = run_case(replace(case, targets=rounded), "fused", "single_pass")
+    missing = (1 - rounded.logprobs.double().exp().sum(1) - rounded.tail_logmass.double().exp()).abs()
+    assert (run.output.loss_per_token >= -missing - 1e-12).all()
+
+
+@pytest.mark.parametrize(("name", "mode"), METHODS)
+def test_statistics(name: str, mode: str) -> None:
+    case = make_case(tokens=9, temperature=1.7, masked=(4,))
+    out = run_case(case, name, mode, ce_weight=0.3).output
+    z = case.hidden @ case.weight[:24].t() / 1.7
+    q = torch.softmax(z, dim=1)
+    valid = case.token_weights != 0
+    ids = case.targets.ids.long()
+    stats = out.statistics
+    on_set = q.gather(1, ids).sum(1)
+    p_tail = case.targets.tail_logmass.exp()
+    expected_tail = 1.7**2 * p_tail * (p_tail.log() - (1 - on_set).log())
+    torch.testing.assert_close(stats.teacher_mass, case.targets.logprobs.exp().sum(1) * valid)
+    torch.testing.assert_close(stats.student_mass, on_set * valid)
+    torch.testing.assert_close(stats.tail, expected_tail * valid)
+    torch.testing.assert_close(stats.top1_agreement, (z.argmax(1) == ids[:, 0]).double() * valid)
+    assert stats.kd_per_token is not None and stats.ce_per_token is not None
+    torch.testing.assert_close(out.loss_per_token, 0.7 * stats.kd_per_token + 0.3 * stats.ce_per_token)
+    assert stats.ce_per_token[1] == 0  # label −100
+    torch.testing.assert_close(stats.kd_per_token, oracle_run(case)[1])
+    for tensor in (out.loss_per_token, stats.tail, stats.kd_per_token):
+        assert not tensor.requires_grad
+    assert (stats.student_mass <= 1 + 1e-9).all()
+    full = run_case(case, name, mode, "full").output.statistics
+    u = case.teacher_hidden @ case.teacher_weight[:24].t()
+    torch.testing.assert_close(full.top1_agreement, (z.argmax(1) == u.argmax(1)).double() * valid)
+    torch.testing.assert_close(full.student_mass, valid.double())
+    assert full.ce_per_token is None
