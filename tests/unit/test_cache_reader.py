@@ -6,6 +6,8 @@ import copy
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -148,6 +150,27 @@ def test_missing_rows_are_named(tmp_path: Path) -> None:
 def test_no_cache_at_all(tmp_path: Path) -> None:
     with pytest.raises(CacheError, match=r"is not a cache: it has no cache\.json"):
         CacheReader(tmp_path)
+
+
+def test_numpy_integers_and_wider_values(tmp_path: Path) -> None:
+    cache = create_cache(tmp_path / "c", make_manifest(2, 1), rank_table())
+    for shard in np.arange(2):
+        row = make_row(int(shard), 9)
+        # float32 log-probabilities are rounded to the type of the cache
+        nearby = replace(row, logprobs=row.logprobs.astype("f4") * np.float32(1 - 1e-5))
+        assert write_shard(cache, shard, [nearby])  # type: ignore[arg-type]
+    (row,) = CacheReader(cache).read_many([1])
+    assert_rows_equal(row, make_row(1, 9))
+    found = CacheReader(cache).read(np.int64(1))  # type: ignore[arg-type]
+    assert type(found.sample_id) is int
+    assert_rows_equal(found, row)
+
+
+def test_room_needs_no_torch() -> None:
+    rooms = ("writer", "reader", "verify", "inspect", "mass")
+    code = "; ".join(f"import megatron_kd.cache.{name}" for name in rooms)
+    check = "import sys; assert not {'torch', 'megatron.core', 'zarr'} & sys.modules.keys(), sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
 
 
 def test_threads(ragged: tuple[Cache, list[Row]]) -> None:
