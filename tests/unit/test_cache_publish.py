@@ -43,10 +43,14 @@ def _in_children(count: int, target: Callable[..., None], *args: Any) -> list[An
     children = [FORK.Process(target=body, args=(i,)) for i in range(count)]
     for child in children:
         child.start()
-    results = dict(queue.get(timeout=30) for _ in children)
-    for child in children:
-        child.join(30)
-        assert child.exitcode == 0
+    try:
+        results = dict(queue.get(timeout=30) for _ in children)
+    finally:
+        for child in children:
+            child.join(5)
+            child.kill()  # one that hangs must not hang the tests
+            child.join()
+    assert [child.exitcode for child in children] == [0] * count
     return [results[i] for i in range(count)]
 
 

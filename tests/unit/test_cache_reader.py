@@ -205,8 +205,10 @@ def test_forked_children_share_an_open_reader(ragged: tuple[Cache, list[Row]], l
     for child in children:
         child.start()
     for child in children:
-        child.join(30)
-        assert child.exitcode == 0
+        child.join(20)
+        child.kill()  # one that hangs must not hang the tests
+        child.join()
+    assert [child.exitcode for child in children] == [0, 0, 0]
 
 
 def test_pickled_reader_opens_again(ragged: tuple[Cache, list[Row]]) -> None:
