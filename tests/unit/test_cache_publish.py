@@ -228,6 +228,8 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         ({"logprobs": lambda x: np.where(x == x[3, 1], np.nan, x)}, "position 3 do not descend"),
         ({"logprobs": lambda x: np.where(x == x[4, 0], 1, x).astype("f2")}, "position 4 is above 0 or NaN"),
         ({"logprobs": lambda x: np.where(x == x[4, 4], np.nan, x)}, "position 4 do not descend"),
+        ({"logprobs": lambda x: np.where(x == x[4, 4], -np.float16("nan"), x)}, "position 4 do not descend"),
+        ({"logprobs": lambda x: np.where(x == x[4, 4], np.float16(2), x)}, "position 4 do not descend"),
         ({"logprobs": lambda x: x.astype("f4")[:, ::-1]}, "do not descend"),
         ({"logprobs": lambda x: x[:, :4]}, r"logprobs is float16 \(31, 4\), this cache needs .* \(31, 5\)"),
         ({"tail_logmass": lambda x: x * np.nan}, "tail_logmass at position 0"),
