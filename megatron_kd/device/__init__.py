@@ -1,1 +1,26 @@
+"""The only place that knows whether a CUDA device exists."""
 
+from megatron_kd.device.platform import (
+    current_device,
+    describe_hardware,
+    is_cuda,
+    peak_memory_bytes,
+    reset_peak_memory,
+    select_device,
+    synchronize,
+)
+from megatron_kd.device.process_group import any_rank, destroy_distributed, fail_together, init_distributed
+
+__all__ = [
+    "any_rank",
+    "current_device",
+    "describe_hardware",
+    "destroy_distributed",
+    "fail_together",
+    "init_distributed",
+    "is_cuda",
+    "peak_memory_bytes",
+    "reset_peak_memory",
+    "select_device",
+    "synchronize",
+]

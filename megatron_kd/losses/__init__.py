@@ -1,1 +1,39 @@
+"""Divergences between a student's head and a teacher, without the [tokens, vocabulary] matrix.
 
+``linear_topk_divergence`` (cached top-K targets) and ``linear_full_divergence`` (a teacher beside the student) are
+fused with the projection by the head and its gradients; ``IMPLEMENTATIONS`` holds them beside two references.
+"""
+
+from megatron_kd.losses.divergences import DIVERGENCES, TAILS
+from megatron_kd.losses.full import FullDivergence
+from megatron_kd.losses.implementations import (
+    IMPLEMENTATIONS,
+    Implementation,
+    dense_full_divergence,
+    dense_topk_divergence,
+    forward_chunked_full_divergence,
+    forward_chunked_topk_divergence,
+    linear_full_divergence,
+    linear_topk_divergence,
+)
+from megatron_kd.losses.memory import peak_extra_bytes
+from megatron_kd.losses.output import DivergenceOutput, DivergenceStatistics
+from megatron_kd.losses.topk import TopKDivergence
+
+__all__ = [
+    "DIVERGENCES",
+    "IMPLEMENTATIONS",
+    "TAILS",
+    "DivergenceOutput",
+    "DivergenceStatistics",
+    "FullDivergence",
+    "Implementation",
+    "TopKDivergence",
+    "dense_full_divergence",
+    "dense_topk_divergence",
+    "forward_chunked_full_divergence",
+    "forward_chunked_topk_divergence",
+    "linear_full_divergence",
+    "linear_topk_divergence",
+    "peak_extra_bytes",
+]

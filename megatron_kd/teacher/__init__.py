@@ -1,1 +1,1 @@
-
+"""Teachers: what they say about each token, exactly and once."""

@@ -1,0 +1,135 @@
+"""The two models of a distillation: the teacher, with how its targets are made, and the student."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from megatron_kd.config.base import PathString, Section
+from megatron_kd.config.model import ModelConfig, Positive
+
+
+class CaptureConfig(Section):
+    """How ``capture`` runs the teacher over the samples."""
+
+    rows_per_shard: Positive | None = None
+    """Rows in one shard, the unit in which a capture resumes; null: chosen from the size of a row."""
+    micro_batch_size: Positive = 1
+    """Rows in one forward pass of the teacher."""
+    value_dtype: Literal["float16"] = "float16"
+    """Storage of the cached log-probabilities."""
+
+
+class TeacherConfig(Section):
+    """The model that is imitated, and how its targets reach the student."""
+
+    mode: Literal["offline", "online"]
+    """offline: targets come from the cache; online: the teacher runs in every training step."""
+    model: ModelConfig
+    """Architecture, or in a file the name of one (``configs/models/<name>.yaml``)."""
+    checkpoint: PathString | None = None
+    """Megatron distributed checkpoint of the teacher, imported from model.hf."""
+    cache: PathString | None = None
+    """Folder of the cache; needed offline."""
+    top_k: Positive = 100
+    """Tokens kept for each position."""
+    temperatures: list[Annotated[float, Field(gt=0)]] = Field(default_factory=lambda: [1.0], min_length=1)
+    """Softmax temperatures captured into the cache."""
+    targets: Literal["full", "top_k"]
+    """What the teacher hands over: its whole distribution (online only, the default there) or its top_k."""
+    capture: CaptureConfig = CaptureConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_targets(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("targets") is None:
+            return {**values, "targets": "full" if values.get("mode") == "online" else "top_k"}
+        return values
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> Self:
+        if self.mode == "offline" and self.cache is None:
+            raise ValueError("mode offline needs the folder of a cache: set teacher.cache, or teacher.mode to online")
+        if self.mode == "offline" and self.targets == "full":
+            raise ValueError("mode offline has only the cached top_k: remove teacher.targets, or set mode to online")
+        if self.top_k > self.model.vocab_size:
+            raise ValueError(
+                f"top_k {self.top_k} is more than the vocabulary of {self.model.vocab_size}: lower teacher.top_k"
+            )
+        if len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"temperatures {self.temperatures} holds a value twice: remove one")
+        return self
+
+
+class FromTeacherConfig(Section):
+    """A student cut out of the teacher: the same widths, fewer layers. Exactly one of the keys is given."""
+
+    keep_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
+    """Teacher layers kept, counted from 0, in rising order."""
+    keep_every: Positive | None = None
+    """Keep the layers 0, n, 2n, …"""
+
+    @model_validator(mode="after")
+    def _check_choice(self) -> Self:
+        if (self.keep_layers is None) == (self.keep_every is None):
+            given = "neither is" if self.keep_layers is None else "both are"
+            raise ValueError(f"give exactly one of keep_layers and keep_every ({given} given)")
+        if self.keep_layers is not None and sorted(set(self.keep_layers)) != self.keep_layers:
+            raise ValueError(f"keep_layers {self.keep_layers} must be distinct and in rising order")
+        return self
+
+    def layers(self, teacher_layers: int) -> list[int]:
+        """Indices of the kept layers, rising. Raises ValueError where one is not a layer of the teacher."""
+        if self.keep_layers is None:
+            return list(range(0, teacher_layers, self.keep_every or 1))
+        if self.keep_layers[-1] >= teacher_layers:
+            raise ValueError(
+                f"from_teacher.keep_layers holds {self.keep_layers[-1]}, "
+                f"but the teacher has the layers 0 to {teacher_layers - 1}"
+            )
+        return self.keep_layers
+
+
+class StudentConfig(Section):
+    """The model that is trained."""
+
+    model: ModelConfig
+    """Architecture or its name; without it the teacher's, cut to the layers of from_teacher where that is given."""
+    checkpoint: PathString | None = None
+    """Megatron distributed checkpoint to start from; null with no from_teacher: random weights."""
+    from_teacher: FromTeacherConfig | None = None
+    """Start from a part of the teacher's layers."""
+
+    @model_validator(mode="after")
+    def _check_origin(self) -> Self:
+        if self.checkpoint is not None and self.from_teacher is not None:
+            raise ValueError(
+                "checkpoint and from_teacher both say where the weights come from: set one of them to null"
+            )
+        return self
+
+    def resolved(self, teacher: ModelConfig) -> StudentConfig:
+        """The student with the architecture that from_teacher implies. Raises ValueError on a contradiction."""
+        if self.from_teacher is None:
+            return self
+        cut = teacher.with_layers(len(self.from_teacher.layers(teacher.num_layers)))
+        if self.model not in (teacher, cut):
+            given, made = self.model.model_dump(), cut.model_dump()
+            keys = [key for key in made if given[key] != made[key]]
+            keys = [key for key in keys if key not in ("name", "hf")] or keys
+            unlike = ", ".join(f"{key} {given[key]!r} (not {made[key]!r})" for key in keys)
+            raise ValueError(
+                f"model has {unlike}, unlike the cut of the teacher that from_teacher makes: "
+                "set student.model or student.from_teacher to null"
+            )
+        return self.model_copy(update={"model": cut})
+
+    def problems(self, teacher: ModelConfig) -> Iterator[str]:
+        """What is wrong between this student and its teacher."""
+        if self.model.vocab_size != teacher.vocab_size:
+            yield (
+                f"student.model.vocab_size {self.model.vocab_size} must equal teacher.model.vocab_size "
+                f"{teacher.vocab_size}: both distributions are over the same tokens"
+            )

@@ -1,0 +1,108 @@
+"""Which device this process computes on, and what it can tell about itself."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+
+import torch
+
+from megatron_kd.errors import ConfigError
+
+CPU_NAME = "cpu"
+_selected: torch.device | None = None
+
+
+def select_device(gpu: str) -> torch.device:
+    """Chooses the device of this process, once, before anything of Megatron-Core is built.
+
+    Args:
+        gpu: the recipe's ``cluster.gpu``. ``cpu`` applies the CPU workarounds; anything else names a GPU model and
+            takes the CUDA device of ``LOCAL_RANK``.
+
+    Raises:
+        ConfigError: a GPU is wanted and none is there, or another device was chosen before.
+    """
+    global _selected
+    if gpu == CPU_NAME:
+        chosen = torch.device("cpu")
+    elif not torch.cuda.is_available():
+        raise ConfigError(
+            f"cluster.gpu is {gpu!r}, but this process sees no CUDA device; run it on a GPU node or set cluster.gpu=cpu"
+        )
+    else:
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if local_rank >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {local_rank} has no GPU: this node shows {torch.cuda.device_count()}; "
+                "lower cluster.gpus_per_node or the ranks per node"
+            )
+        chosen = torch.device("cuda", local_rank)
+    if _selected is not None and _selected.type != chosen.type:
+        raise ConfigError(f"this process already runs on {_selected}; it cannot change to {chosen}")
+    if chosen.type == "cpu":
+        from megatron_kd.device.cpu_megatron import apply_cpu_workarounds
+
+        apply_cpu_workarounds()
+    else:
+        torch.cuda.set_device(chosen)
+    _selected = chosen
+    return chosen
+
+
+def current_device() -> torch.device:
+    """The chosen device; the CPU as long as none was chosen."""
+    return _selected if _selected is not None else torch.device("cpu")
+
+
+def is_cuda() -> bool:
+    """Whether this process computes on a CUDA device."""
+    return current_device().type == "cuda"
+
+
+def synchronize() -> None:
+    """Waits until the device has finished; nothing to do on the CPU."""
+    if is_cuda():
+        torch.cuda.synchronize()
+
+
+def reset_peak_memory() -> None:
+    """Starts a new measurement of the peak."""
+    if is_cuda():
+        torch.cuda.reset_peak_memory_stats()
+    elif os.access("/proc/self/clear_refs", os.W_OK):
+        # Linux resets the high-water mark of the resident set on a 5; see proc(5).
+        with open("/proc/self/clear_refs", "w") as file:
+            file.write("5")
+
+
+def peak_memory_bytes() -> int:
+    """Bytes at the peak since the last reset: allocated on a GPU, the resident set of the process on the CPU."""
+    if is_cuda():
+        return torch.cuda.max_memory_allocated()
+    try:
+        with open("/proc/self/status") as file:
+            for line in file:
+                if line.startswith("VmHWM:"):
+                    return int(line.split()[1]) * 1024
+    except FileNotFoundError:  # not Linux: the peak of the whole process, which cannot be reset
+        pass
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def describe_hardware() -> dict[str, object]:
+    """What the run directory keeps of this machine: no names or addresses."""
+    described: dict[str, object] = {
+        "device": str(current_device().type),
+        "machine": platform.machine(),
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+    if is_cuda():
+        properties = torch.cuda.get_device_properties(current_device())
+        described |= {"gpu": properties.name, "gpu_memory_bytes": properties.total_memory, "cuda": torch.version.cuda}
+    return described

@@ -1,0 +1,84 @@
+"""Joining the ranks of a job: rendezvous from the environment that torchrun sets, and failing together."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.device.platform import current_device, is_cuda
+from megatron_kd.errors import KDError, RemoteRankError
+
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+def world_size_from_environment() -> int:
+    """The number of ranks this process was started among; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank_from_environment() -> int:
+    """This process's rank; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> None:
+    """Joins the default process group: nccl on CUDA, gloo on the CPU. A process started alone joins itself.
+
+    Every collective ends in an error after ``timeout``: a lost rank must never hang the others for ever.
+    """
+    if dist.is_initialized():
+        return
+    backend = "nccl" if is_cuda() else "gloo"
+    options: dict[str, Any] = {"timeout": timeout}
+    if is_cuda():
+        options["device_id"] = current_device()
+    if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, **options)
+    else:
+        store = tempfile.NamedTemporaryFile(prefix="megatron-kd-store-", delete=False)  # noqa: SIM115
+        store.close()
+        dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1, **options)
+
+
+def destroy_distributed() -> None:
+    """Leaves the default process group, if one was joined."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether the flag is set on any rank of the group. One all_reduce(MAX)."""
+    if not dist.is_initialized():
+        return flag
+    value = torch.tensor([int(flag)], dtype=torch.int32, device=current_device())
+    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+    return bool(value.item())
+
+
+@contextmanager
+def fail_together(what: str) -> Iterator[None]:
+    """Runs a block that only some ranks may fail in (reading a file, writing to a full disk); then all fail or none.
+
+    The block itself must hold no collective. Collective: one all_reduce when it ends.
+
+    Raises:
+        KDError: this rank's own error.
+        RemoteRankError: this rank was fine, another was not.
+    """
+    error: BaseException | None = None
+    try:
+        yield
+    except (KDError, OSError, ValueError) as caught:
+        error = caught
+    failed = any_rank(error is not None)
+    if error is not None:
+        raise error
+    if failed:
+        raise RemoteRankError(f"{what} failed on another rank; its message says why")

@@ -1,0 +1,194 @@
+"""The checked arguments of one call, shared by the three implementations.
+
+N tokens in all (s·b), n = N/tp of them on this rank under sequence parallelism, D hidden, Vl rows of the shard.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_kd.losses.collectives import TensorParallelGroup
+from megatron_kd.losses.projection import compute_dtype
+from megatron_kd.targets import TopKTargets
+
+MODES = ("auto", "single_pass", "frozen_head", "recompute", "no_grad")
+IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class LossArguments:
+    """What both kinds of teacher share. Tensors per token are flat [N], in the order of the gathered hidden states.
+
+    Attributes:
+        vocab_rows: the rows of this rank's shard that are real vocabulary; those after them are padding.
+        t2: T² or 1, on the value and the gradient of the divergence.
+        dtype: of all arithmetic and of the results; float32, or float64 if an input is float64.
+    """
+
+    token_weights: Tensor
+    labels: Tensor | None
+    ce_weight: float
+    temperature: float
+    t2: float
+    vocab_size: int
+    vocab_start: int
+    vocab_rows: int
+    logit_softcap: float | None
+    tp: TensorParallelGroup
+    sequence_parallel: bool
+    dtype: torch.dtype
+
+    @property
+    def tokens(self) -> int:
+        """N."""
+        return self.token_weights.numel()
+
+    @property
+    def kd_scale(self) -> float:
+        """What the divergence of a token is multiplied by in the loss."""
+        return self.t2 * (1.0 - self.ce_weight)
+
+    @property
+    def mixes_ce(self) -> bool:
+        """Whether cross-entropy with hard labels is part of the loss."""
+        return self.labels is not None
+
+
+def check_arguments(
+    hidden: Tensor,
+    weight: Tensor,
+    token_weights: Tensor,
+    *,
+    temperature: float,
+    scale_by_t2: bool,
+    labels: Tensor | None,
+    ce_weight: float,
+    vocab_size: int,
+    vocab_start: int,
+    logit_softcap: float | None,
+    group: dist.ProcessGroup | None,
+    sequence_parallel: bool,
+) -> LossArguments:
+    """Raises ValueError, saying what contradicts what, where shapes, ranges or options cannot be right."""
+    if weight.dim() != 2:
+        raise ValueError(f"weight must be [vocabulary rows, hidden], not {tuple(weight.shape)}")
+    if hidden.dim() not in (2, 3) or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"hidden must be [N, {weight.shape[1]}] or [s, b, {weight.shape[1]}], not {tuple(hidden.shape)}"
+        )
+    tp = TensorParallelGroup(group)
+    slices = tp.size if sequence_parallel else 1
+    leading = (hidden.shape[0] * slices, *hidden.shape[1:-1])
+    tokens = hidden.shape[:-1].numel() * slices
+    check_per_token("token_weights", token_weights, leading, tokens)
+    if not token_weights.is_floating_point():
+        token_weights = token_weights.to(torch.float32)
+    if not 0.0 <= ce_weight <= 1.0:
+        raise ValueError(f"ce_weight must lie in [0, 1], not {ce_weight}")
+    if ce_weight > 0 and labels is None:
+        raise ValueError(f"ce_weight is {ce_weight} but no labels were given")
+    if labels is not None:
+        check_per_token("labels", labels, leading, tokens)
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, not {temperature}")
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap must be positive or None, not {logit_softcap}")
+    if vocab_size < 1 or vocab_start < 0:
+        raise ValueError(f"vocab_size {vocab_size} must be positive and vocab_start {vocab_start} not negative")
+    if tp.size == 1 and (vocab_start != 0 or weight.shape[0] < vocab_size):
+        raise ValueError(
+            f"without a tensor-parallel group the head must hold the whole vocabulary: it has rows {vocab_start} to "
+            f"{vocab_start + weight.shape[0]} of {vocab_size}"
+        )
+    mixed = labels is not None and ce_weight > 0
+    return LossArguments(
+        token_weights=token_weights.detach().reshape(-1),
+        labels=labels.reshape(-1) if labels is not None and mixed else None,
+        ce_weight=ce_weight,
+        temperature=temperature,
+        t2=temperature**2 if scale_by_t2 else 1.0,
+        vocab_size=vocab_size,
+        vocab_start=vocab_start,
+        vocab_rows=min(weight.shape[0], max(0, vocab_size - vocab_start)),
+        logit_softcap=logit_softcap,
+        tp=tp,
+        sequence_parallel=sequence_parallel and tp.size > 1,
+        dtype=compute_dtype(hidden, weight),
+    )
+
+
+def gathered_leading(hidden: Tensor, arguments: LossArguments) -> tuple[int, ...]:
+    """The leading shape of the gathered hidden states: (N,) or (s, b)."""
+    slices = arguments.tp.size if arguments.sequence_parallel else 1
+    return (hidden.shape[0] * slices, *hidden.shape[1:-1])
+
+
+def check_per_token(name: str, tensor: Tensor, leading: tuple[int, ...], tokens: int) -> None:
+    """Accepts [N] and the leading shape of the gathered hidden states; [b, s] for [s, b] is the usual mistake."""
+    shape = tuple(tensor.shape)
+    if shape not in {(tokens,), leading}:
+        raise ValueError(
+            f"{name} has shape {shape}; the gathered hidden states need {leading} or ({tokens},), sequence first"
+        )
+
+
+def check_targets(targets: TopKTargets, arguments: LossArguments, leading: tuple[int, ...]) -> TopKTargets:
+    """The targets as [N, K]; raises ValueError for another number of tokens or an id outside the vocabulary.
+
+    Rows of weight 0 may hold anything. On a GPU the ids are checked by a device-side assertion, since reading the
+    answer would stop the host.
+    """
+    check_per_token("targets", targets.tail_logmass, leading, arguments.tokens)
+    if targets.top_k < 1:
+        raise ValueError("targets have no slots (K = 0)")
+    flat = targets.flatten()
+    if arguments.tokens:
+        _check_ids("targets.ids", flat.ids.amin(dim=1), flat.ids.amax(dim=1), -1, arguments)
+    return flat
+
+
+def check_labels(arguments: LossArguments) -> None:
+    """Raises ValueError for a label that is neither −100 nor in the vocabulary, at a token whose weight is not 0."""
+    if arguments.labels is None or not arguments.tokens:
+        return
+    labels = torch.where(arguments.labels == IGNORED_LABEL, 0, arguments.labels)
+    _check_ids("labels", labels, labels, 0, arguments)
+
+
+def _check_ids(name: str, lowest: Tensor, highest: Tensor, least: int, arguments: LossArguments) -> None:
+    wrong = (lowest < least) | (highest >= arguments.vocab_size)
+    wrong &= (arguments.token_weights != 0).to(wrong.device)
+    if wrong.is_cuda:
+        torch._assert_async(~wrong.any())
+    elif bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        value = int(lowest[row]) if int(lowest[row]) < least else int(highest[row])
+        raise ValueError(f"{name}: id {value} at token {row} is outside [{least}, {arguments.vocab_size})")
+
+
+def resolve_mode(mode: str, hidden: Tensor, weight: Tensor, microbatches_in_flight: int) -> str:
+    """The mode that runs: what was asked for, or the cheapest that gives the gradients that are required.
+
+    ``auto`` is ``no_grad`` where nothing requires a gradient, ``recompute`` where several microbatches are in flight
+    (each would hold its own weight gradient), ``frozen_head`` where only the hidden states require one, else
+    ``single_pass``.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r} is not available; available: {', '.join(MODES)}")
+    if microbatches_in_flight < 1:
+        raise ValueError(f"microbatches_in_flight must be at least 1, not {microbatches_in_flight}")
+    trains_head = weight.requires_grad and torch.is_grad_enabled()
+    trains_body = hidden.requires_grad and torch.is_grad_enabled()
+    if mode == "frozen_head" and trains_head:
+        raise ValueError("mode 'frozen_head' was asked for a head that requires a gradient: detach it, or use 'auto'")
+    if not (trains_head or trains_body):
+        return "no_grad"
+    if mode != "auto":
+        return mode
+    if microbatches_in_flight > 1:
+        return "recompute"
+    return "single_pass" if trains_head else "frozen_head"

@@ -1,0 +1,112 @@
+"""The forward-chunked reference: projection and loss chunk by chunk in forward, each chunk's logits kept for backward.
+
+The published middle way, for the ablation: the elementwise work never sees more than a chunk, but autograd holds
+float32 logits of all chunks once, N·V in the end. FLOP: 3P (P = 2·N·D·V).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron_kd.losses.arguments import LossArguments
+from megatron_kd.losses.chunks import Head, chunk_columns
+from megatron_kd.losses.collectives import enter_sharded
+from megatron_kd.losses.geometry import RowPlan
+from megatron_kd.losses.kernels import FIGURES, KD, RowBatch, RowKernel
+from megatron_kd.losses.output import DivergenceOutput
+from megatron_kd.losses.rows import chunk_gradient, chunk_values, output, per_token_loss
+
+
+def run_forward_chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher: Head | None,
+    arguments: LossArguments,
+    kernel: RowKernel[Any],
+    *,
+    chunk_bytes: int | None,
+) -> DivergenceOutput:
+    """A loss from checked arguments. All rows are computed, those of weight 0 too."""
+    slices = arguments.tp.size if arguments.sequence_parallel else 1
+    plan = RowPlan(arguments.tokens, slices, arguments.tokens // slices, None)
+    buffers = 1 + (teacher is not None) + (arguments.logit_softcap is not None)
+    step = chunk_columns(arguments, plan, buffers, chunk_bytes, hidden.device.type)
+    weights = arguments.token_weights.to(hidden.device, arguments.dtype)
+    labels = None if arguments.labels is None else arguments.labels.to(hidden.device)
+    figures = torch.zeros(FIGURES, arguments.tokens, device=hidden.device, dtype=arguments.dtype)
+
+    with torch.autocast(hidden.device.type, enabled=False):
+        head = _widened(weight, arguments)
+        teacher_head = teacher_parts = None
+        parts = _flat(hidden).split(step)
+        if teacher is not None:
+            teacher_head = _widened(teacher.weight, arguments).detach()
+            teacher_parts = _flat(teacher.hidden.detach()).split(step)
+        # Connects the loss to its inputs even when there is no token.
+        total = (head[:0].sum() + parts[0][:0].sum()).to(arguments.dtype)
+        for number, part in enumerate(parts):
+            columns = slice(number * step, number * step + part.shape[0])
+            if columns.start == columns.stop:
+                continue
+            rows = plan.global_rows(columns, hidden.device)
+            batch = RowBatch(rows, weights[rows], None if labels is None else labels[rows])
+            logits = _project(part, head, arguments)
+            teacher_logits = None
+            if teacher_head is not None and teacher_parts is not None:
+                teacher_logits = _project(teacher_parts[number], teacher_head, arguments)
+            loss, chunk_figures = _ChunkLoss.apply(logits, teacher_logits, batch, kernel, arguments)
+            total = total + loss
+            figures.index_copy_(1, rows, chunk_figures)
+    return output(arguments, total, figures)
+
+
+def _flat(hidden: Tensor) -> Tensor:
+    return hidden.reshape(-1, hidden.shape[-1])
+
+
+def _widened(weight: Tensor, arguments: LossArguments) -> Tensor:
+    """[V, D] in the dtype of the arithmetic, so that autograd sums dW over the chunks in that dtype."""
+    return weight[: arguments.vocab_rows].to(arguments.dtype)
+
+
+def _project(rows: Tensor, head: Tensor, arguments: LossArguments) -> Tensor:
+    gathered = enter_sharded(rows, arguments.tp, arguments.sequence_parallel)
+    return torch.nn.functional.linear(gathered.to(arguments.dtype), head)
+
+
+class _ChunkLoss(torch.autograd.Function):
+    """logits [c, V] → (Σ w·l, figures [6, c]); keeps the logits and forms their gradient in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        teacher_logits: Tensor | None,
+        batch: RowBatch,
+        kernel: RowKernel[Any],
+        arguments: LossArguments,
+    ) -> tuple[Tensor, Tensor]:
+        working = _copies(logits, teacher_logits)
+        values = chunk_values(kernel, arguments, *working, batch, None)
+        arguments.tp.sum_(values.figures[KD])
+        ctx.save_for_backward(logits, teacher_logits, values.saved)
+        ctx.batch, ctx.kernel = batch, kernel
+        ctx.mark_non_differentiable(values.figures)
+        return (per_token_loss(arguments, values.figures) * batch.weights).sum(), values.figures
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, teacher_logits, saved = ctx.saved_tensors
+        gradient, teacher_copy = _copies(logits, teacher_logits)
+        chunk_gradient(ctx.kernel, gradient, teacher_copy, ctx.batch, saved, ctx.batch.weights * upstream)
+        return gradient, None, None, None, None
+
+
+def _copies(logits: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """The row kernels overwrite what they are given."""
+    return logits.clone(), None if teacher_logits is None else teacher_logits.clone()

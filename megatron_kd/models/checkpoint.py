@@ -1,0 +1,185 @@
+"""Weights as Megatron-Core distributed checkpoints, with a note of what model they are.
+
+A checkpoint directory holds the ``torch_dist`` files, which load in any parallel layout, and ``model.json``:
+architecture, origin and identity of the weights. It appears under its final name only when complete.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from megatron_kd.config import ModelConfig
+from megatron_kd.device import fail_together
+from megatron_kd.errors import CheckpointError
+from megatron_kd.files import fsync_directory, write_json
+
+MODEL_NOTE = "model.json"
+LAYER_PREFIX = "decoder.layers."
+EXTRA_STATE = "_extra_state"
+# Fields of an architecture that do not change the function the weights compute.
+_NOT_IDENTITY = {"name", "hf", "max_position_embeddings"}
+
+
+def publish_directory(partial: Path, final: Path) -> None:
+    """Gives a finished directory its final name, on the first rank; all ranks wait. Collective."""
+    dist.barrier()
+    with fail_together(f"publishing {final}"):
+        if dist.get_rank() == 0:
+            partial.rename(final)
+            fsync_directory(final.parent)
+
+
+def make_partial_directory(final: Path) -> Path:
+    """An empty directory beside the final one for the ranks to write into. Collective."""
+    partial = final.with_name(f".{final.name}.partial")
+    with fail_together(f"creating {partial}"):
+        if dist.get_rank() == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+    return partial
+
+
+def sharded_weights(built: GPTModel) -> dict[str, Any]:
+    """The sharded state dict without the layers' extra state, which holds scaling factors of FP8 and no weights."""
+    state: dict[str, Any] = built.sharded_state_dict(prefix="")
+    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+
+
+def save_weights(
+    built: GPTModel,
+    model: ModelConfig,
+    path: Path,
+    note: dict[str, Any],
+    before_publishing: Callable[[Path], None] = lambda folder: None,
+) -> None:
+    """Saves weights alone, with ``model.json``. Collective; the directory appears when all is written.
+
+    Args:
+        note: kept in ``model.json`` beside the architecture: source, weights_sha256, tokenizer.
+        before_publishing: adds files of its own to the directory, on the first rank.
+
+    Raises:
+        CheckpointError: the directory exists.
+    """
+    with fail_together(f"saving {path}"):
+        if path.exists():
+            raise CheckpointError(f"{path} exists already; remove it or choose another name")
+    partial = make_partial_directory(path)
+    dist_checkpointing.save({"model": sharded_weights(built)}, str(partial))
+    with fail_together(f"saving {path}"):
+        if dist.get_rank() == 0:
+            before_publishing(partial)
+            write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note})
+    publish_directory(partial, path)
+
+
+def read_note(path: Path) -> dict[str, Any]:
+    """``model.json`` of a checkpoint. Raises CheckpointError if the directory is no checkpoint of ours."""
+    if not path.is_dir():
+        raise CheckpointError(
+            f"no checkpoint at {path}: import one with megatron-kd convert import, or correct the path"
+        )
+    try:
+        note: dict[str, Any] = json.loads((path / MODEL_NOTE).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path} has no {MODEL_NOTE}: not a checkpoint of megatron-kd, or an unfinished one"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
+    return note
+
+
+def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig, ignore: Sequence[str] = ()) -> None:
+    """Raises CheckpointError naming the first field in which a checkpoint is of another model."""
+    ours = model.model_dump(mode="json")
+    for field, theirs in note.get("architecture", {}).items():
+        if field not in _NOT_IDENTITY and field not in ignore and ours.get(field) != theirs:
+            raise CheckpointError(
+                f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours.get(field)}"
+            )
+
+
+def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: Sequence[int] | None = None) -> None:
+    """Loads weights in whatever layout the model was built. Collective.
+
+    Args:
+        keep_layers: for a student cut out of a teacher: student layer i takes the checkpoint's layer keep_layers[i].
+
+    Raises:
+        CheckpointError: missing, damaged, or of another model.
+    """
+    with fail_together(f"reading {path}"):
+        note = read_note(path)
+        check_same_architecture(path, note, model, ignore=("num_layers",) if keep_layers is not None else ())
+    state = sharded_weights(built)
+    if keep_layers is not None:
+        state = _from_other_layers(state, keep_layers, int(note["architecture"]["num_layers"]))
+    try:
+        # A cut reads some layers of the checkpoint and leaves others: not every part is asked for exactly once.
+        loaded = dist_checkpointing.load({"model": state}, str(path), validate_access_integrity=keep_layers is None)
+    except (CheckpointingException, OSError, KeyError) as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+    missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
+    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+    if wrong:
+        raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
+
+
+def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers: int) -> dict[str, Any]:
+    """Points the layers of a sharded state dict at other layers of the checkpoint, where they lie stacked.
+
+    The stacking axis becomes an ordinary one of length 1: Megatron-Core's own form for a prepended axis demands that
+    all layers of the checkpoint are asked for when there is one rank. ``_layers_unstacked`` takes it off again.
+    """
+
+    def moved(tensor: ShardedTensor) -> ShardedTensor:
+        if tensor.prepend_axis_num != 1:
+            raise CheckpointError(
+                f"{tensor.key} is not stacked over layers: layers cannot be chosen from this checkpoint"
+            )
+        fragments = tensor.axis_fragmentations
+        return replace(
+            tensor,
+            data=tensor.data.unsqueeze(0),
+            local_shape=(1, *tensor.local_shape),
+            global_shape=(layers, *tensor.global_shape[1:]),
+            global_offset=(keep_layers[tensor.global_offset[0]], *tensor.global_offset[1:]),
+            axis_fragmentations=None if fragments is None else (layers, *fragments[1:]),
+            prepend_axis_num=0,
+        )
+
+    def moved_factory(factory: ShardedTensorFactory) -> ShardedTensorFactory:
+        build, merge = factory.build_fn, factory.merge_fn
+        return replace(
+            factory,
+            build_fn=lambda *args: dict_list_map_inplace(moved, build(*args)),
+            merge_fn=lambda parts: merge(dict_list_map_inplace(lambda part: part.squeeze(0), parts)),
+        )
+
+    changed: dict[str, Any] = {}
+    for name, value in state.items():
+        if name.startswith(LAYER_PREFIX) and isinstance(value, ShardedTensor):
+            value = moved(value)
+        elif name.startswith(LAYER_PREFIX) and isinstance(value, ShardedTensorFactory):
+            value = moved_factory(value)
+        changed[name] = value
+    return changed
+
+
+def _layers_unstacked(loaded: dict[str, Tensor], built: GPTModel) -> dict[str, Tensor]:
+    shapes = {name: p.shape for name, p in built.named_parameters()}
+    return {name: value.view(shapes[name]) if name in shapes else value for name, value in loaded.items()}

@@ -1,0 +1,26 @@
+"""Floating-point operations of a model, counted from its architecture. A multiply-add is two."""
+
+from __future__ import annotations
+
+from megatron_kd.config import ModelConfig
+
+# Dense bf16 peaks in FLOP/s, from the vendor's data sheets (without structured sparsity).
+PEAK_FLOPS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2.25e15, "gb200": 2.5e15}
+
+
+def forward_flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """One forward pass of one token: 2·H·(3·ffn) + 2·(H·(q + 2·kv) + q·H + 2·q·ctx) a layer, and the head 2·H·V.
+
+    q and kv are heads and groups times the head size; ctx is the mean number of positions a causal query sees, s/2.
+    """
+    q = model.num_attention_heads * model.kv_channels
+    kv = model.num_query_groups * model.kv_channels
+    hidden = model.hidden_size
+    mlp = hidden * 3 * model.ffn_hidden_size
+    attention = hidden * (q + 2 * kv) + q * hidden + 2 * q * (seq_length / 2)
+    return 2.0 * (model.num_layers * (mlp + attention) + hidden * model.vocab_size)
+
+
+def training_flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Forward and backward: three times the forward pass. Recomputation is not counted, as is usual for MFU."""
+    return 3.0 * forward_flops_per_token(model, seq_length)

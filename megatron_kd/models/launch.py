@@ -1,0 +1,37 @@
+"""The start of every distributed command: count the ranks, choose the device, join the groups."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+
+import torch
+
+from megatron_kd.config import Recipe
+from megatron_kd.config.world import check_world_size
+from megatron_kd.device import init_distributed, select_device
+from megatron_kd.models.parallel import ParallelGroups, init_model_parallel
+
+
+def set_threads(recipe: Recipe) -> None:
+    """Shares the cores of this machine among its ranks, unless the recipe or OMP_NUM_THREADS says how many."""
+    threads = recipe.training.threads
+    if threads is None and ("OMP_NUM_THREADS" not in os.environ or recipe.world_size > 1):
+        threads = max(1, len(os.sched_getaffinity(0)) // recipe.cluster.gpus_per_node)
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def join_ranks(recipe: Recipe, timeout: timedelta = timedelta(minutes=10)) -> ParallelGroups:
+    """Makes this process one rank of the recipe's layout: device, threads, process groups, seeds. Collective.
+
+    Raises:
+        LaunchError: started with another number of ranks than the recipe needs.
+        ConfigError: the recipe wants a GPU and there is none.
+    """
+    check_world_size(recipe, sys.argv[1:])
+    select_device(recipe.cluster.gpu)
+    set_threads(recipe)
+    init_distributed(timeout)
+    return init_model_parallel(recipe.parallelism, recipe.seed, timeout)

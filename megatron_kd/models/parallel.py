@@ -1,0 +1,83 @@
+"""The model-parallel groups of a run: tensor, pipeline, context, expert and data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+
+from megatron_kd.config import ParallelismConfig
+from megatron_kd.errors import LaunchError
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """Where this rank stands, and the groups it talks in.
+
+    Attributes:
+        collection: Megatron-Core's own collection, given to the model and the optimizer.
+        tp_group: None when tensor parallelism is 1, so that single-rank code never touches a collective.
+    """
+
+    collection: ProcessGroupCollection
+    tp_group: dist.ProcessGroup | None
+    tp_rank: int
+    tp_size: int
+    dp_group: dist.ProcessGroup
+    dp_rank: int
+    dp_size: int
+    sequence_parallel: bool
+
+    @property
+    def is_first_tp_rank(self) -> bool:
+        """Whether this rank speaks for its tensor-parallel group (values there are replicated)."""
+        return self.tp_rank == 0
+
+
+def init_model_parallel(
+    parallelism: ParallelismConfig, seed: int, timeout: timedelta = timedelta(minutes=10)
+) -> ParallelGroups:
+    """Builds Megatron-Core's process groups over the default group and seeds all generators.
+
+    Collective over the default process group.
+
+    Raises:
+        LaunchError: the number of ranks is not a multiple of the model-parallel size.
+    """
+    world = dist.get_world_size()
+    tp, pp, cp = (
+        parallelism.tensor_model_parallel_size,
+        parallelism.pipeline_model_parallel_size,
+        parallelism.context_parallel_size,
+    )
+    if world % (tp * pp * cp):
+        raise LaunchError(
+            f"{world} ranks were started, but tensor_model_parallel_size × pipeline_model_parallel_size × "
+            f"context_parallel_size = {tp} × {pp} × {cp} = {tp * pp * cp} must divide them"
+        )
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            context_parallel_size=cp,
+            expert_model_parallel_size=parallelism.expert_model_parallel_size,
+            expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+        )
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return ParallelGroups(
+        collection=ProcessGroupCollection.use_mpu_process_groups(),
+        tp_group=parallel_state.get_tensor_model_parallel_group() if tp > 1 else None,
+        tp_rank=parallel_state.get_tensor_model_parallel_rank(),
+        tp_size=tp,
+        dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
+        dp_rank=parallel_state.get_data_parallel_rank(),
+        dp_size=parallel_state.get_data_parallel_world_size(),
+        sequence_parallel=parallelism.sequence_parallel,
+    )

@@ -1,0 +1,44 @@
+"""Layer specifications: Transformer Engine on CUDA where it is installed, Megatron-Core's local modules elsewhere."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.extensions import transformer_engine as te_extension
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from megatron_kd.device import is_cuda
+
+
+class TorchRMSNorm(torch.nn.RMSNorm):
+    """RMSNorm over the last dimension that takes part in sequence parallelism.
+
+    Megatron-Core's wrapper of the torch norm refuses sequence parallelism, where the weight's gradient must be summed
+    over the tensor-parallel group because every rank sees other tokens. Megatron does that for parameters marked so.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def use_transformer_engine() -> bool:
+    """Asks Megatron-Core itself: where the import failed it leaves mock objects behind, so attributes prove nothing."""
+    return is_cuda() and bool(te_extension.HAVE_TE)
+
+
+def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specification of the decoder's layers for the device at hand."""
+    if use_transformer_engine():
+        return get_gpt_layer_with_transformer_engine_spec()
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    layer.submodules.input_layernorm = TorchRMSNorm
+    layer.submodules.pre_mlp_layernorm = TorchRMSNorm
+    # One name for the norms in every checkpoint is a matter of the names table; the local spec's own renaming to the
+    # fused Transformer Engine names stays in force, so both backends write the same keys.
+    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=TorchRMSNorm)

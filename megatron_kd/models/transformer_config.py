@@ -1,0 +1,61 @@
+"""From a recipe's architecture to Megatron-Core's ``TransformerConfig``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from megatron.core.transformer import TransformerConfig
+
+from megatron_kd.config import ModelConfig, ParallelismConfig
+from megatron_kd.device import is_cuda
+
+Precision = Literal["fp32", "bf16"]
+
+
+def params_dtype(precision: Precision) -> torch.dtype:
+    """The dtype of parameters and activations."""
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
+def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, precision: Precision) -> TransformerConfig:
+    """The configuration of a Llama-style decoder: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases.
+
+    Fusions that need CUDA kernels are on only there. Dropout is 0 everywhere: distillation trains against a fixed
+    teacher, and Megatron-Core's random states are not forked on the CPU.
+    """
+    cuda = is_cuda()
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.layernorm_epsilon,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
+        context_parallel_size=parallelism.context_parallel_size,
+        sequence_parallel=parallelism.sequence_parallel,
+        params_dtype=params_dtype(precision),
+        pipeline_dtype=params_dtype(precision),
+        bf16=precision == "bf16",
+        use_cpu_initialization=not cuda,
+        perform_initialization=True,
+        # The loss is a sum over tokens; the schedule divides by the unmasked tokens of the global batch.
+        calculate_per_token_loss=True,
+        attention_softmax_in_fp32=True,
+        bias_dropout_fusion=cuda,
+        masked_softmax_fusion=cuda,
+        # In the local path this fusion clamps before the bias is added: another function.
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        gradient_accumulation_fusion=False,
+        apply_rope_fusion=False,
+    )

@@ -1,0 +1,143 @@
+"""Reading run directories: text files only, whatever state the run is in."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_kd.config.yaml_text import read_mapping
+from megatron_kd.errors import KDError
+
+RECIPE, ENVIRONMENT, METRICS, EVALUATIONS = "recipe.yaml", "environment.json", "metrics.jsonl", "evaluations"
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """What a run left behind.
+
+    Attributes:
+        directory: the run directory as it was given.
+        recipe: the resolved recipe, empty where the file is missing.
+        environment: versions, revision and hardware, empty where the file is missing.
+        metrics: one mapping per logged iteration, in rising order; of an iteration that was logged twice
+            (before and after a resume) the later line.
+        evaluations: one mapping per evaluation, by rising iteration.
+        notes: what was missing or could not be read, a sentence each.
+    """
+
+    directory: Path
+    recipe: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    metrics: list[dict[str, Any]] = field(default_factory=list)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def setting(self, dotted: str) -> Any:
+        """A value of the recipe by its dotted key, None where it is not there."""
+        value: Any = self.recipe
+        for name in dotted.split("."):
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def series(self, key: str) -> tuple[list[float], list[float]]:
+        """A metric over trained tokens: (tokens, values), where both are finite numbers."""
+        return _series(self.metrics, key)
+
+    def evaluation_series(self, key: str) -> tuple[list[float], list[float]]:
+        """A metric of the held-out split over trained tokens: (tokens, values)."""
+        return _series(self.evaluations, key)
+
+
+def _series(rows: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    pairs = [(number(row.get("tokens")), number(row.get(key))) for row in rows]
+    known = [(tokens, value) for tokens, value in pairs if tokens is not None and value is not None]
+    return [tokens for tokens, _ in known], [value for _, value in known]
+
+
+def number(value: Any) -> float | None:
+    """A finite number as a float, everything else (absent, text, NaN, infinite) as None."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def read_run(directory: str | Path) -> RunRecord:
+    """Reads a run directory, finished, interrupted or still running.
+
+    Raises:
+        KDError: when the directory does not exist or holds neither recipe.yaml nor metrics.jsonl.
+        ConfigError: when recipe.yaml is not YAML.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise KDError(f"{directory}: no such run directory: give the run_dir of a recipe that was trained")
+    if not (directory / RECIPE).is_file() and not (directory / METRICS).is_file():
+        raise KDError(f"{directory}: not a run directory, it holds neither {RECIPE} nor {METRICS}")
+    notes: list[str] = []
+    recipe: dict[str, Any] = {}
+    if (directory / RECIPE).is_file():
+        recipe = read_mapping(directory / RECIPE)
+    else:
+        notes.append(f"{directory / RECIPE} is missing: method and layout are unknown")
+    environment = _read_object(directory / ENVIRONMENT, notes)
+    metrics = _read_metrics(directory / METRICS, notes)
+    evaluations = [_read_object(path, notes) for path in sorted((directory / EVALUATIONS).glob("*.json"))]
+    return RunRecord(
+        directory=directory,
+        recipe=recipe,
+        environment=environment,
+        metrics=_by_iteration(metrics),
+        evaluations=_by_iteration(evaluations),
+        notes=notes,
+    )
+
+
+def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        notes.append(f"{path} is missing")
+        return {}
+    except (OSError, ValueError) as error:
+        notes.append(f"{path} cannot be read and is left out: {error}")
+        return {}
+    if not isinstance(value, dict):
+        notes.append(f"{path} holds no object and is left out")
+        return {}
+    return value
+
+
+def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        notes.append(f"{path} is missing: nothing was trained yet")
+        return []
+    except OSError as error:
+        notes.append(f"{path} cannot be read: {error}")
+        return []
+    rows, bad = [], []
+    for count, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif count < len(lines):  # the last line may be half written: the run goes on, or was killed in it
+            bad.append(str(count))
+    if bad:
+        notes.append(f"{path}: line {', '.join(bad)} is no JSON object and is left out")
+    if not rows:
+        notes.append(f"{path} holds no complete line yet")
+    return rows
+
+
+def _by_iteration(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    last = {iteration: row for row in rows if (iteration := number(row.get("iteration"))) is not None}
+    return [last[iteration] for iteration in sorted(last)]

@@ -1,0 +1,199 @@
+"""The figures of one run that a comparison shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from megatron_kd.config import recipe_differences
+from megatron_kd.report.runs import RunRecord, number
+
+ALWAYS_DIFFERENT = {"name", "run_dir"}
+EXPERTS = "expert_model_parallel_size"
+AXES = {
+    "tensor_model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "context_parallel_size": "CP",
+    EXPERTS: "EP",
+}
+"""Keys of the recipe's parallelism and their usual abbreviations."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """One column of the comparison; None stands for what the run did not record.
+
+    ``*_before`` and ``*_after`` are of the first and the last evaluation on the held-out split. KD is in nats a token.
+    """
+
+    label: str
+    directory: str
+    name: str | None
+    method: str | None
+    targets: str | None
+    layout: str | None
+    iterations: int | None
+    tokens: int | None
+    step_time_s: float | None
+    """Median over the logged iterations."""
+    tokens_per_s: float | None
+    """Median over the logged iterations, all ranks together."""
+    tflops_per_gpu: float | None
+    """Median over the logged iterations."""
+    peak_memory_gib: float | None
+    """Highest of any rank and iteration."""
+    cache_wait_s: float | None
+    """Median time that a step waited for its targets."""
+    train_kd_first: float | None
+    train_kd_last: float | None
+    heldout_kd_before: float | None
+    heldout_kd_after: float | None
+    heldout_kd_factor: float | None
+    """before / after: how many times smaller the divergence became."""
+    unigram_kd: float | None
+    """Held-out KD of a unigram model fitted on the training split."""
+    perplexity_before: float | None
+    perplexity_after: float | None
+    agreement_before: float | None
+    """Fraction of held-out positions at which student and teacher prefer the same token."""
+    agreement_after: float | None
+
+
+def summarize(run: RunRecord, label: str) -> RunSummary:
+    """The figures of a run. Never raises: what is missing is None."""
+    kd_before, kd_after = _before_after(run, "eval/kd")
+    perplexity_before, perplexity_after = _before_after(run, "eval/perplexity")
+    agreement_before, agreement_after = _before_after(run, "eval/top1_agreement")
+    train_kd = _values(run.metrics, "loss/kd")
+    unigram = _values(run.evaluations, "eval/unigram_kd")
+    per_rank, world = _median(run, "perf/tokens_per_s_per_gpu"), world_size(run)
+    return RunSummary(
+        label=label,
+        directory=str(run.directory),
+        name=_text(run.setting("name")),
+        method=method(run),
+        targets=targets(run),
+        layout=layout(run),
+        iterations=_last_count(run.metrics, "iteration"),
+        tokens=_last_count(run.metrics, "tokens"),
+        step_time_s=_median(run, "perf/step_time_s"),
+        tokens_per_s=per_rank * world if per_rank is not None and world is not None else None,
+        tflops_per_gpu=_median(run, "perf/tflops_per_gpu"),
+        peak_memory_gib=max(_values(run.metrics, "memory/peak_gib"), default=None),
+        cache_wait_s=_median(run, "data/cache_wait_s"),
+        train_kd_first=train_kd[0] if train_kd else None,
+        train_kd_last=train_kd[-1] if train_kd else None,
+        heldout_kd_before=kd_before,
+        heldout_kd_after=kd_after,
+        heldout_kd_factor=kd_before / kd_after if kd_before is not None and kd_after else None,
+        unigram_kd=unigram[-1] if unigram else None,
+        perplexity_before=perplexity_before,
+        perplexity_after=perplexity_after,
+        agreement_before=agreement_before,
+        agreement_after=agreement_after,
+    )
+
+
+def method(run: RunRecord) -> str | None:
+    """Training method as the recipe has it, such as "offline fused" or "online dense"."""
+    mode, implementation = _text(run.setting("teacher.mode")), _text(run.setting("loss.implementation"))
+    if mode is None:
+        return None
+    return f"{mode} {implementation.replace('_', '-')}" if implementation else mode
+
+
+def targets(run: RunRecord) -> str | None:
+    """What the teacher hands over: its full distribution, or its top K."""
+    kind, top_k = run.setting("teacher.targets"), run.setting("teacher.top_k")
+    if kind == "full":
+        return "full distribution"
+    return f"top {top_k}" if top_k is not None else None
+
+
+def world_size(run: RunRecord) -> int | None:
+    """Ranks of the run, as the recipe has them."""
+    nodes, per_node = run.setting("cluster.nodes"), run.setting("cluster.gpus_per_node")
+    return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
+
+
+def layout(run: RunRecord) -> str | None:
+    """Ranks and how they share the work, such as "3 × cpu, TP 3 + SP"."""
+    world = world_size(run)
+    if world is None:
+        return None
+    parts = [f"{world} × {run.setting('cluster.gpu') or 'unknown device'}", *_sharing(run)]
+    model_parallel = math.prod(run.setting(f"parallelism.{key}") or 1 for key in AXES if key != EXPERTS)
+    if world > model_parallel:
+        parts.append(f"DP {world // model_parallel}")
+    return ", ".join(parts)
+
+
+def _sharing(run: RunRecord) -> list[str]:
+    """How the model is split, as one text such as "TP 3 + SP"; none where it is whole."""
+    sizes = [(short, run.setting(f"parallelism.{key}") or 1) for key, short in AXES.items()]
+    split = [f"{short} {size}" for short, size in sizes if size != 1]
+    if run.setting("parallelism.sequence_parallel"):
+        split.append("SP")
+    return [" + ".join(split)] if split else []
+
+
+def setting_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
+    """Every setting that is not the same in all recipes, but name and run_dir, with its value in each run."""
+    first = runs[0].recipe
+    keys = {key for run in runs[1:] for key, _, _ in recipe_differences(first, run.recipe)}
+    return [(key, [run.setting(key) for run in runs]) for key in sorted(keys - ALWAYS_DIFFERENT)]
+
+
+def labels(runs: Sequence[RunRecord]) -> list[str]:
+    """Short labels, one a run, all distinct.
+
+    The first of these that tells the runs apart: the methods, also with how the models are split, also with the whole
+    layouts, the one setting that differs, the names, the last parts of the directories.
+    """
+    choices = [
+        [method(run) for run in runs],
+        [", ".join([name, *_sharing(run)]) if (name := method(run)) else None for run in runs],
+        [f"{method(run)}, {layout(run)}" if method(run) and layout(run) else None for run in runs],
+    ]
+    differences = setting_differences(runs)
+    if len(differences) == 1:
+        key, values = differences[0]
+        choices.append([f"{key.rpartition('.')[2]} {value}" for value in values])
+    choices += [[_text(run.setting("name")) for run in runs], [run.directory.name for run in runs]]
+    for choice in choices:
+        texts = [text for text in choice if text]
+        if len(texts) == len(runs) and len(set(texts)) == len(runs):
+            return texts
+    return [str(run.directory) for run in runs]
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) and value else None
+
+
+def _values(rows: Sequence[dict[str, Any]], key: str) -> list[float]:
+    return [value for row in rows if (value := number(row.get(key))) is not None]
+
+
+def _median(run: RunRecord, key: str) -> float | None:
+    values = _values(run.metrics, key)
+    return median(values) if values else None
+
+
+def _last_count(rows: Sequence[dict[str, Any]], key: str) -> int | None:
+    values = _values(rows, key)
+    return int(values[-1]) if values else None
+
+
+def _before_after(run: RunRecord, key: str) -> tuple[float | None, float | None]:
+    """First and last evaluation; a single one is "before" at iteration 0 and "after" later."""
+    rows = [row for row in run.evaluations if number(row.get(key)) is not None]
+    if not rows:
+        return None, None
+    if len(rows) == 1:
+        value = number(rows[0][key])
+        return (value, None) if number(rows[0]["iteration"]) == 0 else (None, value)
+    return number(rows[0][key]), number(rows[-1][key])

@@ -1,0 +1,75 @@
+"""The comparison as a table for the terminal: one column a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from megatron_kd.report.summary import RunSummary
+from megatron_kd.report.text import DASH, count, figure, percent, seconds
+
+
+def _change(before: float | None, after: float | None, show: Callable[[float | None], str]) -> str:
+    return DASH if before is None and after is None else f"{show(before)} → {show(after)}"
+
+
+def _heldout(run: RunSummary) -> str:
+    factor = "" if run.heldout_kd_factor is None else f" ({run.heldout_kd_factor:.1f}× lower)"
+    return _change(run.heldout_kd_before, run.heldout_kd_after, figure) + factor
+
+
+ROWS: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
+    ("run directory", lambda run: run.directory),
+    ("method", lambda run: run.method or DASH),
+    ("teacher's targets", lambda run: run.targets or DASH),
+    ("layout", lambda run: run.layout or DASH),
+    ("iterations", lambda run: count(run.iterations)),
+    ("tokens", lambda run: count(run.tokens)),
+    ("step time, median", lambda run: seconds(run.step_time_s)),
+    ("waiting for targets", lambda run: seconds(run.cache_wait_s)),
+    ("tokens/s, all ranks", lambda run: figure(run.tokens_per_s, 4)),
+    ("TFLOP/s per rank", lambda run: figure(run.tflops_per_gpu)),
+    ("peak memory", lambda run: figure(run.peak_memory_gib, 3, "GiB")),
+    ("training KD, first → last", lambda run: _change(run.train_kd_first, run.train_kd_last, figure)),
+    ("held-out KD, before → after", _heldout),
+    ("  unigram model", lambda run: figure(run.unigram_kd)),
+    ("held-out perplexity", lambda run: _change(run.perplexity_before, run.perplexity_after, figure)),
+    ("top-1 agreement", lambda run: _change(run.agreement_before, run.agreement_after, percent)),
+)
+
+
+def comparison_table(
+    runs: Sequence[RunSummary], differences: Sequence[tuple[str, Sequence[Any]]], notes: Sequence[str]
+) -> RenderableType:
+    """The table of figures, the settings that differ and the notes, to be printed by a rich console.
+
+    Args:
+        differences: a dotted key of the recipe and its value in each run.
+        notes: what was missing or unreadable.
+    """
+    table = _table("Comparison of runs", "", runs)
+    for title, show in ROWS:
+        table.add_row(title, *(Text(show(run)) for run in runs))
+    parts: list[RenderableType] = [table]
+    if differences:
+        settings = _table("Settings that differ", "key", runs)
+        for key, values in differences:
+            settings.add_row(key, *(Text(DASH if value is None else str(value)) for value in values))
+        parts.append(settings)
+    elif len(runs) > 1:
+        parts.append(Text("The recipes are equal."))
+    parts += [Text(f"note: {note}", style="yellow") for note in notes]
+    return Group(*parts)
+
+
+def _table(title: str, first_column: str, runs: Sequence[RunSummary]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first_column, no_wrap=True)
+    for run in runs:
+        table.add_column(Text(run.label), overflow="fold")
+    return table

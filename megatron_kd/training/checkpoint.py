@@ -1,0 +1,150 @@
+"""Training checkpoints: everything that a run needs to go on as if it had never stopped.
+
+``<run_dir>/checkpoints/iter_0000200/`` holds a ``torch_dist`` checkpoint (model, optimizer, schedule, random states)
+that loads in any layout, ``model.json`` as every checkpoint of weights has, and ``progress.json``. It appears under
+that name only when all ranks have written their parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.api import CheckpointException
+
+from megatron_kd.config import ModelConfig
+from megatron_kd.device import fail_together
+from megatron_kd.errors import CheckpointError
+from megatron_kd.files import write_json
+from megatron_kd.models.checkpoint import (
+    MODEL_NOTE,
+    check_same_architecture,
+    make_partial_directory,
+    publish_directory,
+    read_note,
+    sharded_weights,
+)
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.training.setup import Student
+
+PROGRESS_NOTE = "progress.json"
+_NAME = re.compile(r"^iter_(\d{7,})$")
+# The form of the optimizer state that loads in any layout; the default one of Megatron-Core no longer loads at all.
+_SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def checkpoint_path(run_dir: Path, iteration: int) -> Path:
+    """Where the checkpoint of an iteration lies."""
+    return run_dir / "checkpoints" / f"iter_{iteration:07d}"
+
+
+def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """All complete checkpoints of a run, oldest first."""
+    folder = run_dir / "checkpoints"
+    if not folder.is_dir():
+        return []
+    found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
+    return sorted(found)
+
+
+def _random_state(groups: ParallelGroups) -> ShardedObject:
+    """The state of this rank's generator, one per tensor-parallel rank; data-parallel peers share it."""
+    return ShardedObject(
+        "rng_state", torch.random.get_rng_state(), (groups.tp_size,), (groups.tp_rank,), replica_id=groups.dp_rank
+    )
+
+
+def _sharded_state(student: Student, groups: ParallelGroups, *, is_loading: bool, same_layout: bool) -> dict[str, Any]:
+    weights = sharded_weights(student.model.module)
+    state: dict[str, Any] = {
+        "model": weights,
+        "optimizer": student.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_SHARDING),
+        "scheduler": student.scheduler.state_dict(),
+    }
+    if same_layout:
+        state["rng_state"] = _random_state(groups)
+    return state
+
+
+def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, keep: int) -> Path:
+    """Saves and publishes, then removes all but the newest ``keep``. Collective; one iteration is saved once.
+
+    Raises:
+        OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before stay.
+    """
+    path = checkpoint_path(run_dir, student.iteration)
+    with fail_together(f"saving {path}"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists():
+        return path
+    partial = make_partial_directory(path)
+    state = _sharded_state(student, groups, is_loading=False, same_layout=True)
+    dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
+    with fail_together(f"saving {path}"):
+        if dist.get_rank() == 0:
+            write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json")})
+            write_json(
+                partial / PROGRESS_NOTE,
+                {
+                    "iteration": student.iteration,
+                    "consumed_samples": student.consumed_samples,
+                    "tokens": student.tokens,
+                    "tensor_model_parallel_size": groups.tp_size,
+                    "data_parallel_size": groups.dp_size,
+                },
+            )
+    publish_directory(partial, path)
+    if dist.get_rank() == 0:
+        for _, old in list_checkpoints(run_dir)[:-keep]:
+            # Out of sight first: a removal that is interrupted must not leave a checkpoint that looks whole.
+            doomed = old.with_name(f".{old.name}.removed")
+            old.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+    dist.barrier()
+    return path
+
+
+def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, path: Path) -> None:
+    """Restores model, optimizer, schedule, position in the data and, in the same layout, random states. Collective.
+
+    Raises:
+        CheckpointError: a part is missing or damaged, or it is of another model; on every rank.
+    """
+    with fail_together(f"reading {path}"):
+        check_same_architecture(path, read_note(path), model)
+        progress = read_progress(path)
+    same_layout = progress["tensor_model_parallel_size"] == groups.tp_size
+    try:
+        state = dist_checkpointing.load(
+            _sharded_state(student, groups, is_loading=True, same_layout=same_layout), str(path)
+        )
+    except (CheckpointingException, CheckpointException, OSError, KeyError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CheckpointError(
+            f"{path} is damaged ({reason}): remove it, and the run goes on from the checkpoint before it"
+        ) from error
+    student.model.module.load_state_dict(state["model"], strict=False)
+    student.optimizer.load_state_dict(state["optimizer"])
+    student.scheduler.load_state_dict(state["scheduler"])
+    if same_layout:
+        torch.random.set_rng_state(state["rng_state"])
+    student.iteration = progress["iteration"]
+    student.consumed_samples = progress["consumed_samples"]
+    student.tokens = progress["tokens"]
+
+
+def read_progress(path: Path) -> dict[str, int]:
+    """Iteration, consumed samples, tokens and layout of a checkpoint. Raises CheckpointError if it is none."""
+    try:
+        progress: dict[str, int] = json.loads((path / PROGRESS_NOTE).read_text())
+    except (FileNotFoundError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} has no readable {PROGRESS_NOTE}: not a checkpoint of a training run") from error
+    return progress

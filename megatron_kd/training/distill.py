@@ -1,0 +1,128 @@
+"""Where distillation meets Megatron-Core: the ``output_processor`` that turns hidden states into the loss.
+
+b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the head on this rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_kd.config import Recipe
+from megatron_kd.data.batches import Batch
+from megatron_kd.errors import ConfigError
+from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput
+from megatron_kd.models.head import head_of, vocab_start
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.training.sums import TokenSums
+
+
+@dataclass
+class StepContext:
+    """What one forward pass of the student needs beside its tokens, and what it leaves behind.
+
+    Attributes:
+        teacher: hidden states and head of an online teacher with ``targets: full``; None otherwise.
+        mode: the loss's mode; ``no_grad`` in evaluation.
+        output: set by the output processor.
+    """
+
+    batch: Batch
+    teacher: tuple[Tensor, Tensor] | None
+    mode: str
+    ce_weight: float
+    output: DivergenceOutput | None = field(default=None)
+
+
+class Distillation:
+    """The loss of a recipe, ready to be handed to ``GPTModel.forward``. All methods are collective over TP."""
+
+    def __init__(self, recipe: Recipe, groups: ParallelGroups, teacher: MegatronTeacher | None) -> None:
+        """``teacher``: needed online. Raises ConfigError where the recipe is online and there is none."""
+        if recipe.teacher.mode == "online" and teacher is None:
+            raise ConfigError("teacher.mode is online, but no teacher was built")
+        self._loss = recipe.loss
+        self._full = recipe.teacher.mode == "online" and recipe.teacher.targets == "full"
+        self._groups = groups
+        self._teacher = teacher if recipe.teacher.mode == "online" else None
+        self.vocab_size = recipe.student.model.vocab_size
+        self._method = IMPLEMENTATIONS[recipe.loss.implementation]
+
+    def context(self, batch: Batch, *, mode: str | None = None, ce_weight: float | None = None) -> StepContext:
+        """Runs an online teacher on the batch, if there is one, and gathers what the student's pass needs."""
+        states = None
+        if self._teacher is not None and self._full:
+            states = self._teacher.hidden_states(batch.tokens)
+        elif self._teacher is not None:
+            targets = self._teacher.top_k(batch.tokens).targets
+            batch = Batch(batch.sample_ids, batch.tokens, batch.labels, batch.token_weights, targets)
+        return StepContext(
+            batch=batch,
+            teacher=states,
+            mode=mode if mode is not None else self._loss.mode,
+            ce_weight=self._loss.ce_weight if ce_weight is None else ce_weight,
+        )
+
+    def __call__(
+        self,
+        *,
+        hidden_states: Tensor,
+        output_layer: Any,
+        output_weight: Tensor | None,
+        context: StepContext,
+        config: Any,
+        **_: Any,
+    ) -> Tensor:
+        """The output processor: hidden [s, b, D] (its slice under sequence parallelism) → Σ w·l, a float32 scalar.
+
+        No logits are built here; with the fused implementation none of [N, V] are built anywhere.
+        """
+        if getattr(config, "use_mup", False):
+            raise ConfigError("MuP scales the logits, which the losses do not apply: build the model without it")
+        weight = head_of(output_layer, output_weight)
+        shared: dict[str, Any] = {
+            "divergence": self._loss.divergence,
+            "beta": self._loss.beta,
+            "scale_by_t2": self._loss.scale_by_t2,
+            "labels": context.batch.labels if context.ce_weight > 0 else None,
+            "ce_weight": context.ce_weight,
+            "vocab_size": self.vocab_size,
+            "vocab_start": vocab_start(weight, self._groups),
+            "group": self._groups.tp_group,
+            "sequence_parallel": self._groups.sequence_parallel,
+            "mode": context.mode,
+            "chunk_bytes": int(self._loss.chunk_mib * 2**20),
+        }
+        weights = context.batch.token_weights
+        if context.teacher is not None:
+            teacher_hidden, teacher_weight = context.teacher
+            output = self._method.full(
+                hidden_states,
+                weight,
+                teacher_hidden,
+                teacher_weight,
+                weights,
+                temperature=self._loss.temperature,
+                **shared,
+            )
+        else:
+            assert context.batch.targets is not None, "offline batches carry their targets"
+            output = self._method.topk(
+                hidden_states, weight, context.batch.targets, weights, tail=self._loss.tail, **shared
+            )
+        context.output = output
+        return output.loss
+
+
+def loss_function(context: StepContext, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What Megatron-Core's schedule asks for: the sum of the loss, the unmasked tokens, and the sums to report.
+
+    The schedule divides the gradient by the unmasked tokens of the whole global batch.
+    """
+    assert context.output is not None, "the output processor ran"
+    tokens = torch.tensor(context.batch.num_tokens, dtype=torch.int, device=output.device)
+    return output, tokens, TokenSums.of(context.output, context.batch, context.ce_weight).values

@@ -1,0 +1,113 @@
+"""Evaluation on the held-out split: the divergence trained on, perplexity and agreement."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core.models.gpt import GPTModel
+
+from megatron_kd.data.batches import Batch, make_batch
+from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.samples import SampleSet
+from megatron_kd.data.unigram import fit_unigram, unigram_bucket_kl
+from megatron_kd.device import any_rank, current_device, fail_together
+from megatron_kd.errors import DataError
+from megatron_kd.files import write_json
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.progress import progress
+from megatron_kd.targets import TopKTargets
+from megatron_kd.training.distill import Distillation
+from megatron_kd.training.setup import position_ids
+from megatron_kd.training.sums import TokenSums
+
+SPLIT = "heldout"
+# Both parts are reported apart; any weight strictly between 0 and 1 has the pass compute both.
+_BOTH = 0.5
+
+
+@torch.no_grad()
+def evaluate_model(
+    model: GPTModel,
+    distillation: Distillation,
+    samples: SampleSet,
+    cached: CachedTargets | None,
+    groups: ParallelGroups,
+    micro_batch_size: int,
+    *,
+    show_progress: bool = False,
+) -> dict[str, float]:
+    """Means over the unmasked tokens of the held-out split. Collective over all ranks.
+
+    Returns:
+        eval/kd (nats per token, the recipe's divergence), eval/ce, eval/perplexity, eval/top1_agreement,
+        eval/teacher_mass, eval/student_mass, eval/tokens, and with a cache eval/unigram_kd: what a unigram model
+        fitted on the training split scores on the same targets.
+
+    Raises:
+        DataError: there is no held-out split.
+    """
+    with fail_together("evaluation"):
+        ids = samples.splits.get(SPLIT)
+        if not ids:
+            raise DataError(f"{samples.path} has no held-out rows: set data.heldout_tokens and prepare again")
+    mine = [list(ids[i : i + micro_batch_size]) for i in range(0, len(ids), micro_batch_size)][
+        groups.dp_rank :: groups.dp_size
+    ]
+    unigram = fit_unigram(samples.token_counts("train", distillation.vocab_size)) if cached is not None else None
+    was_training = model.training
+    model.eval()
+    parts, unigram_sum = [], 0.0
+    show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
+    with progress("evaluate", len(mine), unit="batches", enabled=show) as advance:
+        for batch_ids in mine:
+            batch = make_batch(samples, batch_ids, cached).to(current_device())
+            context = distillation.context(batch, mode="no_grad", ce_weight=_BOTH)
+            model(
+                batch.tokens,
+                position_ids(batch.tokens),
+                None,
+                output_processor=distillation,
+                output_processor_context=context,
+            )
+            assert context.output is not None
+            parts.append(TokenSums.of(context.output, batch, _BOTH).values)
+            if unigram is not None and batch.targets is not None:
+                unigram_sum += _unigram_sum(batch, batch.targets, unigram)
+            advance(1)
+    model.train(was_training)
+    sums = TokenSums.reduce(parts, groups.dp_group, current_device())
+    total = torch.tensor([unigram_sum], dtype=torch.float64, device=current_device())
+    torch.distributed.all_reduce(total, group=groups.dp_group)
+    tokens = sums["tokens"]
+    ce = sums["ce"] / sums["labelled"]
+    result = {
+        "eval/kd": sums["kd"] / tokens,
+        "eval/ce": ce,
+        "eval/perplexity": math.exp(min(ce, 700.0)),
+        "eval/top1_agreement": sums["top1_agreement"] / tokens,
+        "eval/teacher_mass": sums["teacher_mass"] / tokens,
+        "eval/student_mass": sums["student_mass"] / tokens,
+        "eval/tokens": tokens,
+    }
+    if any_rank(unigram is not None):
+        result["eval/unigram_kd"] = float(total.item()) / tokens
+    return result
+
+
+def _unigram_sum(batch: Batch, targets: TopKTargets, unigram: np.ndarray[Any, np.dtype[np.float64]]) -> float:
+    kl = unigram_bucket_kl(
+        targets.ids.cpu().numpy(), targets.logprobs.cpu().numpy(), targets.tail_logmass.cpu().numpy(), unigram
+    )
+    return float(kl[batch.token_weights.numpy() != 0].sum())
+
+
+def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, float]) -> Path:
+    """Keeps an evaluation beside the metrics of its run."""
+    path = run_dir / "evaluations" / f"iter_{iteration:07d}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, {"iteration": iteration, "tokens": tokens, **result})
+    return path

@@ -1,0 +1,53 @@
+"""``evaluate``: a run's newest checkpoint, or the student a recipe starts with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_kd.config import Recipe
+from megatron_kd.device import fail_together
+from megatron_kd.errors import CheckpointError
+from megatron_kd.models.checkpoint import load_weights
+from megatron_kd.training.checkpoint import list_checkpoints, read_progress
+from megatron_kd.training.evaluate import evaluate_model, write_evaluation
+from megatron_kd.training.session import open_session
+from megatron_kd.training.setup import build_student
+
+
+def evaluate(recipe: Recipe, run_dir: Path | None, *, show_progress: bool = True) -> dict[str, float]:
+    """Evaluates on this rank and keeps the result in the run directory. Collective over all ranks.
+
+    Args:
+        run_dir: evaluates its newest checkpoint; None evaluates what the recipe starts with, as iteration 0.
+
+    Raises:
+        CheckpointError: the run has no checkpoint yet.
+    """
+    session = open_session(recipe, for_evaluation=True)
+    if run_dir is None:
+        student = build_student(recipe, session.groups)
+        place = {"iteration": 0, "tokens": 0}
+    else:
+        with fail_together(f"looking into {run_dir}"):
+            saved = list_checkpoints(run_dir)
+            if not saved:
+                raise CheckpointError(f"{run_dir} has no checkpoint: train it first, or evaluate its recipe")
+            place = read_progress(saved[-1][1])
+        student = build_student(recipe, session.groups, with_weights=False)
+        load_weights(student, recipe.student.model, saved[-1][1])
+    result = evaluate_model(
+        student,
+        session.evaluation,
+        session.samples,
+        session.evaluation_cached,
+        session.groups,
+        recipe.training.micro_batch_size,
+        show_progress=show_progress,
+    )
+    with fail_together("writing the evaluation"):
+        if session.is_first:
+            write_evaluation(run_dir or Path(recipe.run_dir), place["iteration"], place["tokens"], result)
+    dist.barrier()
+    return result

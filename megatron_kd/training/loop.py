@@ -1,0 +1,217 @@
+"""The training run, from the first iteration or the last checkpoint to the end."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.config import Recipe
+from megatron_kd.data.batches import Batch, make_batch
+from megatron_kd.data.prefetch import Prefetcher
+from megatron_kd.data.sampler import SampleOrder
+from megatron_kd.device import current_device, fail_together, peak_memory_bytes, reset_peak_memory
+from megatron_kd.errors import KDError, RemoteRankError
+from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
+from megatron_kd.progress import progress
+from megatron_kd.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
+from megatron_kd.training.evaluate import SPLIT, evaluate_model, write_evaluation
+from megatron_kd.training.logs import log_to_file
+from megatron_kd.training.metrics import MetricsWriter
+from megatron_kd.training.run_directory import open_run_directory, truncate_metrics
+from megatron_kd.training.session import Session, open_session
+from megatron_kd.training.setup import Student, build_student, wrap_for_training
+from megatron_kd.training.signals import StopOnSignal
+from megatron_kd.training.step import StepResult, train_step
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainReport:
+    """How a run ended.
+
+    Attributes:
+        finished: all iterations are done; False after a signal.
+    """
+
+    run_dir: Path
+    iteration: int
+    finished: bool
+    resumed_from: int
+    last: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {**self.__dict__, "run_dir": str(self.run_dir)}
+
+
+def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
+    """Trains on this rank, resuming from the newest checkpoint of the run directory. Collective over all ranks.
+
+    Raises:
+        KDError: for anything wrong with recipe, data, cache or checkpoints: on every rank, before the first step
+            where it can be known then.
+    """
+    session = open_session(recipe)
+    run_dir = Path(recipe.run_dir)
+    with fail_together(f"opening {run_dir}"):
+        if session.is_first:
+            open_run_directory(recipe)
+    dist.barrier()
+    with log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log"), StopOnSignal() as stop:
+        return _run(session, run_dir, stop, show_progress)
+
+
+def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: bool) -> TrainReport:
+    recipe, groups = session.recipe, session.groups
+    saved = list_checkpoints(run_dir)
+    student = _start(session, run_dir)
+    start = student.iteration
+    if saved:
+        logger.info("resumed from iteration %d", start)
+    with fail_together(f"preparing {run_dir}"):
+        if session.is_first:
+            truncate_metrics(run_dir, start)
+    dist.barrier()
+    total = recipe.training.train_iters
+    result: dict[str, float] = {}
+    stopping = False
+    save_every, evaluate_every = recipe.checkpoint.save_interval, recipe.training.eval_interval
+    if start == 0:
+        _evaluate(session, student, run_dir)
+    reset_peak_memory()
+    with (
+        MetricsWriter(recipe, run_dir, enabled=session.is_first) as writer,
+        Prefetcher(range(start, total), _StepReader(session, student)) as steps,
+        progress(
+            f"train {recipe.name}", max(total - start, 0), unit="steps", enabled=show_progress and session.is_first
+        ) as advance,
+    ):
+        while student.iteration < total:
+            batches, stopping = _agree(steps, stop)
+            if stopping:
+                break
+            done = train_step(recipe, student, session.distillation, groups, batches)
+            student.iteration += 1
+            student.consumed_samples += recipe.training.global_batch_size
+            student.tokens += done.tokens
+            if student.iteration % recipe.logging.log_interval == 0 or student.iteration == total:
+                result = _measure(session, done, steps.waited_s)
+                writer.write(student.iteration, student.tokens, student.consumed_samples, result)
+            advance(1, f"KD {done.metrics.get('loss/kd', math.nan):.4f}")
+            if save_every and student.iteration % save_every == 0:
+                save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+            if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
+                _evaluate(session, student, run_dir)
+    if student.iteration > start or not saved:
+        path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+        logger.info("saved %s", path)
+    if stopping:
+        logger.warning(
+            "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
+        )
+    elif student.iteration > start:
+        _evaluate(session, student, run_dir)
+    return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
+
+
+def _start(session: Session, run_dir: Path) -> Student:
+    """The student of the newest checkpoint, or a new one."""
+    recipe, groups = session.recipe, session.groups
+    saved = list_checkpoints(run_dir)
+    student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=not saved))
+    if saved:
+        load_checkpoint(student, recipe.student.model, groups, saved[-1][1])
+    return student
+
+
+class _StepReader:
+    """Reads this rank's micro batches of an iteration; called in the prefetch thread, so it touches no group."""
+
+    def __init__(self, session: Session, student: Student) -> None:
+        recipe, groups = session.recipe, session.groups
+        self._batch = recipe.training.global_batch_size
+        self._offset = student.consumed_samples - student.iteration * self._batch
+        self._layout = (groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size)
+        self._samples, self._cached = session.samples, session.cached
+        self._order = SampleOrder(
+            session.samples.split("train"),
+            seed=recipe.seed,
+            shuffle=recipe.data.shuffle,
+            global_batch_size=self._batch,
+        )
+
+    def __call__(self, iteration: int) -> list[Batch]:
+        ids = self._order.ids_for(iteration * self._batch + self._offset, *self._layout)
+        return [make_batch(self._samples, part.tolist(), self._cached) for part in ids]
+
+
+def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], bool]:
+    """The next batches, and whether to stop: one all_reduce(MAX), so that all ranks stop, or fail, at the same step."""
+    batches: list[Batch] = []
+    error: Exception | None = None
+    try:
+        batches = next(steps)
+    except (KDError, OSError) as caught:
+        error = caught
+    flags = torch.tensor([error is not None, stop.received is not None], dtype=torch.int32, device=current_device())
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    failed, stopping = (bool(flag) for flag in flags.tolist())
+    if error is not None:
+        raise error
+    if failed:
+        raise RemoteRankError("reading the next rows failed on another rank; its message says why")
+    return batches, stopping
+
+
+def _measure(session: Session, done: StepResult, waited_s: float) -> dict[str, float]:
+    """Adds speed and memory: the slowest rank's time, the fullest rank's memory."""
+    recipe = session.recipe
+    most = torch.tensor(
+        [done.seconds, float(peak_memory_bytes()), waited_s], dtype=torch.float64, device=current_device()
+    )
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    seconds, peak, waited = most.tolist()
+    positions = recipe.training.global_batch_size * recipe.data.seq_length
+    flops = positions * training_flops_per_token(recipe.student.model, recipe.data.seq_length)
+    if recipe.teacher.mode == "online":
+        flops_with_teacher = flops + positions * forward_flops_per_token(recipe.teacher.model, recipe.data.seq_length)
+    else:
+        flops_with_teacher = flops
+    rate = seconds * recipe.world_size
+    metrics = {
+        **done.metrics,
+        "perf/step_time_s": seconds,
+        "perf/tokens_per_s_per_gpu": positions / rate,
+        "perf/tflops_per_gpu": flops / rate / 1e12,
+        "perf/tflops_per_gpu_with_teacher": flops_with_teacher / rate / 1e12,
+        "memory/peak_gib": peak / 2**30,
+        "data/cache_wait_s": waited,
+    }
+    peak_flops = PEAK_FLOPS.get(recipe.cluster.gpu)
+    if peak_flops is not None:
+        metrics["perf/mfu"] = flops / rate / peak_flops
+    return metrics
+
+
+def _evaluate(session: Session, student: Student, run_dir: Path) -> None:
+    """Evaluates where there are held-out rows; the result lies beside the metrics."""
+    if not session.samples.splits.get(SPLIT):
+        return
+    result = evaluate_model(
+        student.model.module,
+        session.evaluation,
+        session.samples,
+        session.evaluation_cached,
+        session.groups,
+        session.recipe.training.micro_batch_size,
+    )
+    if session.is_first:
+        write_evaluation(run_dir, student.iteration, student.tokens, result)

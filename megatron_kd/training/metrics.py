@@ -1,0 +1,43 @@
+"""Metrics of a run: ``metrics.jsonl`` is the source of truth, wandb a view, the terminal a glance."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megatron_kd.config import Recipe
+from megatron_kd.training.wandb_view import WandbView
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsWriter:
+    """Writes the metrics of the first rank. Made on other ranks with ``enabled=False``, it does nothing."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path, *, enabled: bool) -> None:
+        self._file = open(run_dir / "metrics.jsonl", "a") if enabled else None  # noqa: SIM115
+        self._wandb = WandbView(recipe, run_dir) if enabled and recipe.logging.wandb is not None else None
+
+    def write(self, iteration: int, tokens: int, samples: int, metrics: dict[str, float]) -> None:
+        """One line: the position of the run, then the metrics. On disk when this returns."""
+        if self._file is None:
+            return
+        record: dict[str, Any] = {"iteration": iteration, "tokens": tokens, "samples": samples, **metrics}
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log(record)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish(failed=kind is not None)

@@ -1,0 +1,91 @@
+"""The run directory: what was run, where, and what came of it.
+
+recipe.yaml (resolved), environment.json, metrics.jsonl, evaluations/, checkpoints/, logs/, wandb/.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from megatron_kd import __version__
+from megatron_kd.config import Recipe, dump_recipe, recipe_differences
+from megatron_kd.device import describe_hardware
+from megatron_kd.errors import ConfigError
+from megatron_kd.files import write_atomic, write_json
+
+# A resumed run must not differ in these: the weights would not fit, or the data position would mean other rows.
+_FIXED = ("student.model", "data.seq_length", "data.samples", "data.shuffle", "seed", "training.global_batch_size")
+_LIBRARIES = ("torch", "megatron-core", "transformers", "numpy", "numcodecs", "pydantic", "wandb")
+
+
+def open_run_directory(recipe: Recipe) -> Path:
+    """Creates the directory, or takes up an existing run of the same recipe. One rank calls this.
+
+    Raises:
+        ConfigError: the directory holds a run that this recipe does not continue; names the key and both values.
+    """
+    import yaml
+
+    path = Path(recipe.run_dir)
+    for name in ("evaluations", "checkpoints", "logs"):
+        (path / name).mkdir(parents=True, exist_ok=True)
+    resolved = dump_recipe(recipe)
+    stored = path / "recipe.yaml"
+    if stored.exists():
+        for key, before, now in recipe_differences(yaml.safe_load(stored.read_text()), yaml.safe_load(resolved)):
+            if key.startswith(_FIXED):
+                raise ConfigError(
+                    f"{path} holds a run with {key} {before!r}, the recipe now says {now!r}: "
+                    "choose another run_dir, or remove the old run"
+                )
+    write_atomic(stored, resolved)
+    write_json(path / "environment.json", describe_environment())
+    return path
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, git revision and hardware."""
+    return {
+        "megatron_kd": __version__,
+        "python": platform.python_version(),
+        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "git_revision": git_revision(),
+        "hardware": describe_hardware(),
+    }
+
+
+def git_revision() -> str | None:
+    """The revision of the source tree, with ``+changes`` if it was changed; None outside a git checkout."""
+    here = Path(__file__).resolve().parent
+    try:
+        head = _git(here, "rev-parse", "HEAD")
+        changed = _git(here, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return head + ("+changes" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=20)
+    return done.stdout.strip()
+
+
+def truncate_metrics(path: Path, iteration: int) -> None:
+    """Drops the lines behind the iteration a run resumes from, so that every iteration stands there once."""
+    file = path / "metrics.jsonl"
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # the run was killed while it wrote its last line
+            break
+        if record["iteration"] <= iteration:
+            kept.append(line)
+    write_atomic(file, "".join(line + "\n" for line in kept))

@@ -1,0 +1,84 @@
+"""What training and evaluation share: joined ranks, checked data, a teacher where one is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_kd.config import Recipe
+from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.samples import SampleSet, open_samples
+from megatron_kd.device import fail_together
+from megatron_kd.models.launch import join_ranks
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.teacher.capture import check_samples
+from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.training.distill import Distillation
+
+
+@dataclass(frozen=True)
+class Session:
+    """One rank of a run, ready to build a student.
+
+    Attributes:
+        cached: targets of the samples; None online.
+        evaluation_cached: targets for the held-out rows: the cache even online, where there is a fitting one, so that
+            online and offline runs are measured by the same yardstick.
+        evaluation: the distillation that goes with ``evaluation_cached``.
+    """
+
+    recipe: Recipe
+    groups: ParallelGroups
+    samples: SampleSet
+    cached: CachedTargets | None
+    distillation: Distillation
+    evaluation_cached: CachedTargets | None
+    evaluation: Distillation
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank speaks for the job."""
+        return self.groups.dp_rank == 0 and self.groups.is_first_tp_rank
+
+
+def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
+    """Joins the ranks and checks samples and cache against the recipe before any model is built. Collective.
+
+    Args:
+        for_evaluation: an online teacher is built only if there is no cache to evaluate with.
+
+    Raises:
+        LaunchError, ConfigError, DataError, CacheError, CheckpointError: on every rank.
+    """
+    groups = join_ranks(recipe)
+    online = recipe.teacher.mode == "online"
+    with fail_together("opening the data"):
+        samples = open_samples(recipe.data.samples)
+        check_samples(recipe, samples)
+        cached = None if online else _open_cache(recipe, samples)
+        evaluation_cached = cached
+        if online and recipe.teacher.cache is not None and (Path(recipe.teacher.cache) / "cache.json").exists():
+            evaluation_cached = _open_cache(recipe, samples)
+    needs_teacher = online and not (for_evaluation and evaluation_cached is not None)
+    teacher = MegatronTeacher(recipe, groups) if needs_teacher else None
+    offline_view = Distillation(as_offline(recipe), groups, None)
+    distillation = Distillation(recipe, groups, teacher) if teacher is not None or not online else offline_view
+    evaluation = offline_view if evaluation_cached is not None else distillation
+    return Session(recipe, groups, samples, cached, distillation, evaluation_cached, evaluation)
+
+
+def as_offline(recipe: Recipe) -> Recipe:
+    """The same recipe with its targets from the cache."""
+    teacher = recipe.teacher.model_copy(update={"mode": "offline", "targets": "top_k"})
+    return recipe.model_copy(update={"teacher": teacher})
+
+
+def _open_cache(recipe: Recipe, samples: SampleSet) -> CachedTargets:
+    assert recipe.teacher.cache is not None, "the recipe's own checks ask for it"
+    return CachedTargets(
+        recipe.teacher.cache,
+        samples,
+        teacher=recipe.teacher.model,
+        top_k=recipe.teacher.top_k,
+        temperature=recipe.loss.temperature,
+    )

@@ -1,0 +1,120 @@
+"""The student with everything that trains it: DDP, distributed optimizer, learning-rate schedule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from megatron_kd.config import Recipe
+from megatron_kd.errors import ConfigError
+from megatron_kd.models.build import build_model
+from megatron_kd.models.checkpoint import load_weights
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.transformer_config import params_dtype
+
+
+@dataclass
+class Student:
+    """What a training step changes, and how far it has come.
+
+    Attributes:
+        iteration: optimizer steps done.
+        consumed_samples: rows drawn since the beginning.
+        tokens: unmasked tokens trained on since the beginning.
+    """
+
+    model: DistributedDataParallel
+    optimizer: MegatronOptimizer
+    scheduler: OptimizerParamScheduler
+    iteration: int = 0
+    consumed_samples: int = 0
+    tokens: int = 0
+
+
+def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool = True) -> GPTModel:
+    """The student as the recipe starts it: cut from the teacher, from a checkpoint, or random. Collective.
+
+    Args:
+        with_weights: False where a training checkpoint is loaded next.
+
+    Raises:
+        ConfigError, CheckpointError: no weights to start from, or of another model.
+    """
+    student = recipe.student
+    built = build_model(student.model, recipe.parallelism, groups, recipe.training.precision, trainable=True)
+    if not with_weights:
+        return built
+    if student.from_teacher is not None:
+        if recipe.teacher.checkpoint is None:
+            raise ConfigError(
+                "student.from_teacher needs teacher.checkpoint: name what megatron-kd convert import wrote"
+            )
+        keep = student.from_teacher.layers(recipe.teacher.model.num_layers)
+        load_weights(built, student.model, Path(recipe.teacher.checkpoint), keep_layers=keep)
+    elif student.checkpoint is not None:
+        load_weights(built, student.model, Path(student.checkpoint))
+    return built
+
+
+def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -> Student:
+    """Adds Megatron-Core's DDP, distributed optimizer and schedule to a model. Collective.
+
+    Gradients are reduced in float32 and summed, not averaged: the schedule divides by tokens. The schedule counts
+    samples, as Megatron's own does, so that it does not depend on the batch size.
+    """
+    config = built.config
+    ddp = DistributedDataParallel(
+        config=config,
+        ddp_config=DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+        ),
+        module=built,
+        pg_collection=groups.collection,
+    )
+    settings = recipe.optimizer
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer=settings.optimizer,
+            lr=settings.lr,
+            min_lr=settings.min_lr,
+            weight_decay=settings.weight_decay,
+            adam_beta1=settings.adam_beta1,
+            adam_beta2=settings.adam_beta2,
+            adam_eps=settings.adam_eps,
+            clip_grad=settings.clip_grad,
+            bf16=recipe.training.precision == "bf16",
+            params_dtype=params_dtype(recipe.training.precision),
+            use_distributed_optimizer=True,
+        ),
+        [ddp],
+    )
+    batch = recipe.training.global_batch_size
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=settings.lr,
+        min_lr=settings.min_lr,
+        lr_warmup_steps=settings.lr_warmup_iters * batch,
+        lr_decay_steps=(settings.lr_decay_iters or recipe.training.train_iters) * batch,
+        lr_decay_style=settings.lr_decay_style,
+        start_wd=settings.weight_decay,
+        end_wd=settings.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )
+    config.finalize_model_grads_func = partial(finalize_model_grads)
+    config.no_sync_func = ddp.no_sync
+    config.timers = None
+    return Student(ddp, optimizer, scheduler)
+
+
+def position_ids(tokens: torch.Tensor) -> torch.Tensor:
+    """0 … s − 1 for every row of tokens [b, s]."""
+    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -1,0 +1,35 @@
+"""SIGTERM and SIGUSR1: finish the step, save, leave with status 0."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopOnSignal:
+    """While entered, the signals only set a flag; the loop asks for it where all ranks can agree.
+
+    Attributes:
+        received: the name of the first signal, or None.
+    """
+
+    def __init__(self) -> None:
+        self.received: str | None = None
+        self._before: dict[signal.Signals, object] = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None:
+            self.received = signal.Signals(number).name
+
+    def __enter__(self) -> StopOnSignal:
+        for number in STOP_SIGNALS:
+            self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""One training step: micro batches through Megatron-Core's schedule, then the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from megatron_kd.config import Recipe
+from megatron_kd.data.batches import Batch
+from megatron_kd.device import current_device, synchronize
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.training.distill import Distillation, loss_function
+from megatron_kd.training.setup import Student, position_ids
+from megatron_kd.training.sums import TokenSums, means
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did, reduced over the data-parallel group.
+
+    Attributes:
+        metrics: means per token, gradient norm and learning rate, under their public names.
+        tokens: unmasked tokens of the global batch.
+        seconds: of this rank, device work included.
+        updated: False where the optimizer skipped the step.
+    """
+
+    metrics: dict[str, float]
+    tokens: int
+    seconds: float
+    updated: bool
+
+
+def train_step(
+    recipe: Recipe, student: Student, distillation: Distillation, groups: ParallelGroups, batches: list[Batch]
+) -> StepResult:
+    """One optimizer step on this rank's micro batches. Collective over all ranks.
+
+    The loss is the sum over tokens; gradients are summed over micro batches and ranks and divided once by the
+    unmasked tokens of the global batch, so that they do not depend on how the tokens are spread.
+    """
+    started = time.perf_counter()
+
+    def forward_step(source: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
+        batch = next(source).to(current_device())
+        context = distillation.context(batch)
+        output = model(
+            batch.tokens,
+            position_ids(batch.tokens),
+            None,
+            output_processor=distillation,
+            output_processor_context=context,
+        )
+        return output, partial(loss_function, context)
+
+    student.model.zero_grad_buffer()
+    student.optimizer.zero_grad()
+    sums = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[student.model],
+        num_microbatches=len(batches),
+        seq_length=recipe.data.seq_length,
+        micro_batch_size=recipe.training.micro_batch_size,
+        forward_only=False,
+        pg_collection=groups.collection,
+    )
+    lr = student.optimizer.param_groups[0]["lr"]
+    updated, grad_norm, _ = student.optimizer.step()
+    if updated:
+        student.scheduler.step(increment=recipe.training.global_batch_size)
+    totals = TokenSums.reduce(sums, groups.dp_group, current_device())
+    synchronize()
+    metrics = means(totals)
+    metrics["optim/lr"] = float(lr)
+    if grad_norm is not None:
+        metrics["optim/grad_norm"] = float(grad_norm)
+    return StepResult(metrics, int(totals["tokens"]), time.perf_counter() - started, bool(updated))

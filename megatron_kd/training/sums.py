@@ -1,0 +1,82 @@
+"""Sums over tokens, so that means are exact whatever rank and micro batch a token fell into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_kd.data.batches import Batch
+from megatron_kd.losses import DivergenceOutput
+
+FIELDS = ("total", "kd", "ce", "teacher_mass", "student_mass", "tail", "top1_agreement", "tokens", "labelled")
+
+
+@dataclass(frozen=True)
+class TokenSums:
+    """One float64 vector of ``FIELDS``, summed over unmasked tokens; ``labelled`` counts those with a label."""
+
+    values: Tensor
+
+    @staticmethod
+    def of(output: DivergenceOutput, batch: Batch, ce_weight: float) -> TokenSums:
+        """The sums of one micro batch. No host synchronisation."""
+        s = output.statistics
+        weights = batch.token_weights.to(output.loss_per_token.device, torch.float64)
+        valid = (weights != 0).to(torch.float64)
+
+        def total(per_token: Tensor | None) -> Tensor:
+            # Masked rows hold 0, but a mask times garbage would not be 0: select, do not multiply.
+            if per_token is None:
+                return valid.new_zeros(())
+            return torch.where(weights != 0, per_token.to(torch.float64), 0.0).sum()
+
+        kd = s.kd_per_token if s.kd_per_token is not None else output.loss_per_token
+        labelled = (batch.labels >= 0).to(valid.device) & (weights != 0)
+        return TokenSums(
+            torch.stack(
+                [
+                    total(output.loss_per_token),
+                    total(kd),
+                    total(s.ce_per_token),
+                    total(s.teacher_mass),
+                    total(s.student_mass),
+                    total(s.tail),
+                    total(s.top1_agreement),
+                    valid.sum(),
+                    labelled.sum().to(torch.float64) if ce_weight > 0 else valid.new_zeros(()),
+                ]
+            )
+        )
+
+    @staticmethod
+    def reduce(parts: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
+        """Adds up micro batches and, by one all_reduce, the ranks of the data-parallel group."""
+        vector = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
+        for part in parts:
+            vector += part
+        if group is not None:
+            dist.all_reduce(vector, group=group)
+        return dict(zip(FIELDS, vector.tolist(), strict=True))
+
+
+def means(sums: dict[str, float]) -> dict[str, float]:
+    """Means per unmasked token under the metric names of the house; absent where nothing was counted."""
+    tokens = sums["tokens"]
+    if tokens == 0:
+        return {}
+    named = {
+        "loss/total": sums["total"],
+        "loss/kd": sums["kd"],
+        "kd/teacher_mass": sums["teacher_mass"],
+        "kd/student_mass": sums["student_mass"],
+        "kd/tail": sums["tail"],
+        "kd/top1_agreement": sums["top1_agreement"],
+    }
+    result = {name: value / tokens for name, value in named.items()}
+    if sums["labelled"] > 0:
+        result["loss/ce"] = sums["ce"] / sums["labelled"]
+    return result

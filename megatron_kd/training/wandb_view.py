@@ -1,0 +1,105 @@
+"""Weights & Biases as a view of a run: it shows what ``metrics.jsonl`` holds and never stands in training's way."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megatron_kd.config import Recipe, dump_recipe
+from megatron_kd.files import write_json
+
+logger = logging.getLogger(__name__)
+
+INIT_TIMEOUT_S = 30
+FINISH_TIMEOUT_S = 60
+
+
+class WandbView:
+    """One wandb run per run directory, across restarts; offline where no login or no server is there."""
+
+    def __init__(self, recipe: Recipe, run_dir: Path) -> None:
+        """Never raises for the network's or the account's sake: it goes offline and says so in the log."""
+        settings = recipe.logging.wandb
+        assert settings is not None
+        self._run: Any = None
+        if settings.mode == "disabled":
+            return
+        os.environ.setdefault("WANDB_SILENT", "true")
+        import wandb
+
+        mode = settings.mode
+        if mode == "online" and not _has_login():
+            logger.warning("wandb: no login found, writing offline; later: wandb sync %s/wandb/offline-*", run_dir)
+            mode = "offline"
+        arguments: dict[str, Any] = {
+            "project": settings.project,
+            "group": settings.group,
+            "entity": settings.entity,
+            "name": recipe.name,
+            "job_type": recipe.teacher.mode,
+            "id": _run_id(run_dir),
+            "resume": "allow",
+            "dir": str(run_dir),
+            "config": yaml.safe_load(dump_recipe(recipe)),
+        }
+        for attempt in dict.fromkeys((mode, "offline")):
+            try:
+                self._run = wandb.init(
+                    mode=attempt,
+                    settings=wandb.Settings(
+                        init_timeout=INIT_TIMEOUT_S, console="off", finish_timeout=FINISH_TIMEOUT_S
+                    ),
+                    **arguments,
+                )
+                # Everything is drawn over tokens, so that runs with other batch sizes lie over each other.
+                self._run.define_metric("tokens")
+                self._run.define_metric("*", step_metric="tokens")
+                return
+            except Exception as error:
+                logger.warning("wandb cannot be used %s (%s); training goes on", attempt, error)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One line of metrics."""
+        if self._run is not None:
+            try:
+                self._run.log(record)
+            except Exception as error:
+                self._lost(error)
+
+    def finish(self, *, failed: bool) -> None:
+        """Closes the run; gives up on a server that does not answer."""
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=int(failed))
+            except Exception as error:
+                self._lost(error)
+
+    def _lost(self, error: Exception) -> None:
+        logger.warning("wandb failed (%s); training goes on, metrics.jsonl has everything", error)
+        self._run = None
+
+
+def _has_login() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    import netrc
+
+    try:
+        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
+        return netrc.netrc().authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def _run_id(run_dir: Path) -> str:
+    """The id kept in the run directory, so that a restarted job continues the same wandb run."""
+    file = run_dir / "wandb_run.json"
+    if not file.exists():
+        write_json(file, {"id": secrets.token_hex(4)})
+    return str(json.loads(file.read_text())["id"])

@@ -1,0 +1,220 @@
+"""Rules between settings: each refusal names the value seen, the value needed and the key to change."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from megatron_kd.config import FromTeacherConfig, LossConfig, Recipe, load_recipe
+from megatron_kd.errors import ConfigError
+from megatron_kd.losses.arguments import MODES
+from megatron_kd.losses.divergences import DIVERGENCES, TAILS
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (
+            ["parallelism.tensor_model_parallel_size=3", "cluster.nodes=2", "cluster.gpus_per_node=2"],
+            [
+                "world of 4 ranks",
+                "cluster.nodes 2 × cluster.gpus_per_node 2",
+                "tp·pp·cp = 3·1·1 = 3",
+                "(the rest is dp)",
+            ],
+        ),
+        (
+            ["parallelism.tensor_model_parallel_size=2", "cluster.gpus_per_node=2"],
+            ["tensor_model_parallel_size 2", "num_attention_heads 9", "num_query_groups 3", "one of 1, 3"],
+        ),
+        (
+            ["parallelism.tensor_model_parallel_size=9", "cluster.gpus_per_node=9", "training.global_batch_size=9"],
+            ["tensor_model_parallel_size 9", "teacher.model.num_query_groups 3"],
+        ),
+        (
+            [
+                "teacher.model=tiny_llama",
+                "teacher.model.ffn_hidden_size=161",
+                "parallelism.tensor_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ],
+            ["ffn_hidden_size 161", "set it to one of 1"],
+        ),
+        (
+            [
+                "teacher.model=tiny_llama",
+                "teacher.model.vocab_size=3",
+                "teacher.top_k=2",
+                "parallelism.tensor_model_parallel_size=4",
+                "cluster.gpus_per_node=4",
+            ],
+            ["tensor_model_parallel_size 4 is more than teacher.model.vocab_size 3"],
+        ),
+        (["parallelism.pipeline_model_parallel_size=2"], ["pipeline_model_parallel_size 2 is not available yet"]),
+        (["parallelism.context_parallel_size=2"], ["context_parallel_size 2 is not available yet"]),
+        (["parallelism.expert_model_parallel_size=2"], ["expert_model_parallel_size 2 is not available yet"]),
+        (["parallelism.expert_tensor_parallel_size=2"], ["expert_tensor_parallel_size 2 is not available yet"]),
+        (["parallelism.sequence_parallel=true"], ["sequence_parallel needs", "above 1, not 1"]),
+        (
+            [
+                "parallelism={tensor_model_parallel_size: 3, sequence_parallel: true}",
+                "cluster.gpus_per_node=3",
+                "data.seq_length=241",
+            ],
+            ["data.seq_length 241", "multiple of parallelism.tensor_model_parallel_size 3", "use 240"],
+        ),
+        (
+            ["training.global_batch_size=7", "training.micro_batch_size=2", "cluster.gpus_per_node=2"],
+            ["global_batch_size 7", "micro_batch_size 2 × dp 2 = 4", "use 8"],
+        ),
+        (
+            ["data.seq_length=9000", "data.train_tokens=null", "data.heldout_tokens=null"],
+            [
+                "data.seq_length 9000",
+                "teacher.model.max_position_embeddings 8192",
+                "student.model.max_position_embeddings",
+            ],
+        ),
+        (["data.heldout_tokens=200"], ["heldout_tokens 200", "seq_length 240"]),
+        (["data.corpus={format: text}"], ["format text needs files", "paths"]),
+        (["data.corpus.paths=[a.txt]"], ["pydoc_topics reads no files", "remove paths"]),
+        (["teacher.cache=null"], ["mode offline needs", "teacher.cache"]),
+        (["teacher.targets=full"], ["mode offline has only the cached top_k"]),
+        (["teacher.top_k=50000"], ["top_k 50000", "49152"]),
+        (["teacher.temperatures=[1.0, 1.0]"], ["temperatures [1.0, 1.0]", "twice"]),
+        (["teacher.temperatures=[]"], ["teacher.temperatures is []", "at least 1 item"]),
+        (["loss.temperature=2.0"], ["loss.temperature 2.0", "teacher.temperatures [1.0]"]),
+        (["student.model=tiny_llama", "student.from_teacher=null"], ["vocab_size 1003", "vocab_size 49152"]),
+        (["student.from_teacher.keep_layers=[0, 1]"], ["exactly one of", "both are given"]),
+        (["student.from_teacher.keep_every=null"], ["exactly one of", "neither is given"]),
+        (["student.from_teacher={keep_every: null, keep_layers: [3, 1]}"], ["[3, 1]", "rising order"]),
+        (["student.from_teacher={keep_every: null, keep_layers: [1, 1]}"], ["[1, 1]", "distinct"]),
+        (["student.from_teacher={keep_every: null, keep_layers: [0, 30]}"], ["holds 30", "layers 0 to 29"]),
+        (["student.from_teacher={keep_every: null, keep_layers: [-1]}"], ["student.from_teacher.keep_layers.0 is -1"]),
+        (["student.model.num_layers=4"], ["num_layers 4 (not 10)", "student.from_teacher to null"]),
+        (["student.checkpoint=x"], ["checkpoint and from_teacher both"]),
+        (["optimizer.lr_warmup_iters=66"], ["lr_warmup_iters 66", "training.train_iters 66"]),
+        (["optimizer.lr_decay_iters=5"], ["lr_warmup_iters 5", "optimizer.lr_decay_iters 5"]),
+        (["optimizer.min_lr=1.0"], ["min_lr 1.0 is more than lr 0.001"]),
+        (["teacher.model.num_query_groups=2"], ["num_query_groups 2 must divide num_attention_heads 9"]),
+        (["teacher.model.kv_channels=63"], ["kv_channels 63 must be even"]),
+    ],
+)
+def test_refused(overrides: list[str], words: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(BASE, ["training.train_iters=66", *overrides])
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loss.temperature=2", "teacher.temperatures=[1.0, 2.0]"],
+        ["loss.temperature=2.0", "teacher.mode=online"],
+        ["teacher.mode=online", "teacher.targets=top_k", "teacher.cache=null"],
+        ["student.from_teacher={keep_every: null, keep_layers: [0, 29]}"],
+        ["student.model=smollm2_135m"],  # the teacher's own name with from_teacher: cut like without a name
+        ["data.seq_length=8192", "data.train_tokens=8192", "data.heldout_tokens=8192"],
+        ["optimizer.lr_warmup_iters=9", "training.train_iters=10"],
+        ["teacher.top_k=49152"],
+        ["loss.tail=renormalize_both"],
+        ["cluster.gpus_per_node=2"],
+        ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
+    ],
+)
+def test_accepted(overrides: list[str]) -> None:
+    load_recipe(BASE, overrides)
+
+
+def test_all_problems_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(BASE, ["training.global_batch_size=3", "cluster.gpus_per_node=2", "optimizer.lr_warmup_iters=1000"])
+    assert "global_batch_size 3" in str(caught.value) and "lr_warmup_iters 1000" in str(caught.value)
+
+
+def test_the_batch_adds_up_exactly_when_a_layout_is_accepted() -> None:
+    """Against the definition, over a grid: rows of a step = micro batch × microbatches × dp, ranks = tp × dp."""
+    accepted = 0
+    for world in (1, 2, 3, 4, 6):
+        for tp in (1, 2, 3, 4):
+            for batch in (2, 3, 4, 6):
+                for micro in (1, 2):
+                    possible = world % tp == 0 and 4 % tp == 0 and batch % (micro * (world // tp)) == 0
+                    overrides = [
+                        "teacher.model=tiny_llama",
+                        f"cluster.gpus_per_node={world}",
+                        f"parallelism.tensor_model_parallel_size={tp}",
+                        f"training.global_batch_size={batch}",
+                        f"training.micro_batch_size={micro}",
+                    ]
+                    if not possible:
+                        with pytest.raises(ConfigError):
+                            load_recipe(BASE, overrides)
+                        continue
+                    recipe = load_recipe(BASE, overrides)
+                    accepted += 1
+                    assert recipe.data_parallel_size * tp == world
+                    assert micro * recipe.num_microbatches * recipe.data_parallel_size == batch
+    assert accepted > 20
+
+
+@given(layers=st.integers(1, 200), every=st.integers(1, 200))
+@settings(max_examples=50)
+def test_kept_layers_lie_in_the_teacher(layers: int, every: int) -> None:
+    kept = FromTeacherConfig(keep_every=every).layers(layers)
+    assert kept[0] == 0 and kept[-1] < layers <= kept[-1] + every
+    assert all(b - a == every for a, b in pairwise(kept))
+
+
+def test_head_width_defaults_to_its_share() -> None:
+    reset = ["teacher.model=tiny_llama", "teacher.model.kv_channels=null"]
+    assert load_recipe(BASE, [*reset, "teacher.model.hidden_size=96"]).teacher.model.kv_channels == 24
+    with pytest.raises(ConfigError, match=r"kv_channels is missing \(Width of one head"):
+        load_recipe(BASE, [*reset, "teacher.model.hidden_size=66"])
+
+
+def test_a_recipe_does_not_change_after_loading() -> None:
+    recipe = load_recipe(BASE)
+    with pytest.raises(ValidationError, match="frozen"):
+        recipe.seed = 1
+
+
+def test_every_field_has_a_description() -> None:
+    def bare(section: type[BaseModel], at: str) -> list[str]:
+        missing = []
+        for name, field in section.model_fields.items():
+            inner = [
+                part
+                for part in (field.annotation, *getattr(field.annotation, "__args__", ()))
+                if hasattr(part, "model_fields")
+            ]
+            missing += bare(inner[0], f"{at}{name}.") if inner else []
+            missing += [f"{at}{name}"] if not inner and not field.description else []
+            missing += [f"{at}{name}"] if inner and not inner[0].__doc__ else []
+        return missing
+
+    assert bare(Recipe, "") == []
+
+
+def test_losses_know_every_choice_that_a_recipe_may_make() -> None:
+    assert set(get_args(LossConfig.model_fields["tail"].annotation)) == set(TAILS)
+    assert set(get_args(LossConfig.model_fields["mode"].annotation)) <= set(MODES)
+    for divergence in get_args(LossConfig.model_fields["divergence"].annotation):
+        refused = False
+        try:
+            LossConfig(divergence=divergence)
+        except ValidationError:
+            refused = True
+        assert refused == (divergence not in DIVERGENCES), divergence
