@@ -178,22 +178,25 @@ def test_committed_shard_is_not_written_again(tmp_path: Path) -> None:
         write_shard(cache, 2, untouched())
 
 
-def _keep_writing(path: Path) -> None:
+def _keep_writing(path: Path, started: Any) -> None:
     cache = open_cache(path)
+    started.set()
     for shard in missing_shards(cache):
         write_shard(cache, shard, _rows(cache, shard))
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    samples, most_kills = 80, 30
+    samples, most_kills = 120, 30
     cache = create_cache(tmp_path / "c", make_manifest(samples, 2), rank_table())
     rng = np.random.default_rng(0)
     done: dict[int, tuple[int, int]] = {}
     kills = 0
     while missing_shards(cache):
-        writer = FORK.Process(target=_keep_writing, args=(cache.path,))
+        started = FORK.Event()
+        writer = FORK.Process(target=_keep_writing, args=(cache.path, started))
         writer.start()
-        writer.join(rng.uniform(0.0, 0.06) if kills < most_kills else 60)
+        assert started.wait(60)  # from here on, or a busy machine would kill only processes that did nothing yet
+        writer.join(rng.uniform(0.0, 0.02) if kills < most_kills else 60)
         if writer.is_alive():
             assert writer.pid is not None
             os.kill(writer.pid, signal.SIGKILL)
