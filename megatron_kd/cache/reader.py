@@ -114,6 +114,7 @@ class CacheReader:
         expected_hash: bytes | None,
         expected_tokens: np.ndarray | None,
     ) -> Row:
+        sample_id = int(sample_id)  # samplers hand out numpy integers and tensors
         if not 0 <= sample_id < len(self):
             raise CacheError(f"sample {sample_id} is not in {self._cache.path}: it holds samples 0 to {len(self) - 1}")
         shard_index, row = divmod(sample_id, self.manifest.rows_per_shard)

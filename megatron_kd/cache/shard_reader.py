@@ -48,7 +48,7 @@ class ShardReader:
     def _read_whole(self, name: str) -> np.ndarray:
         array = self.arrays.pop(name)
         values = array.read(0, array.length)
-        array.close()  # two small arrays of row bounds stay in memory; their files need not stay open
+        array.close()  # row bounds are small and stay in memory; their files need not stay open
         return values
 
     def _check_lengths(self) -> None:

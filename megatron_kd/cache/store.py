@@ -21,7 +21,7 @@ import numpy as np
 from megatron_kd.cache.manifest import CacheManifest, first_differing_field
 from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
 from megatron_kd.errors import CacheError
-from megatron_kd.files import create_only
+from megatron_kd.files import create_only, fsync_directory
 
 CAPTURE_AGAIN = "run `megatron-kd capture` again, it resumes with what is missing"
 _COMMIT_NAME = re.compile(r"(\d{6,})\.json")
@@ -89,6 +89,7 @@ def create_cache(path: Path | str, manifest: CacheManifest, rank_table: np.ndarr
         with reported(path, "creating cache"):
             for folder in (path, path / "shards", path / "commits"):
                 folder.mkdir(parents=True, exist_ok=True)
+            fsync_directory(path.parent)  # the other names are synced with the files that are published below
             create_only(_rank_table_path(path, manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
             create_only(path / "cache.json", manifest.to_json())
     cache = open_cache(path)

@@ -47,6 +47,7 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
             nothing of the shard is then published.
     """
     cache = open_cache(path)
+    shard_index = int(shard_index)  # numpy integers are not JSON
     samples = cache.manifest.shard_samples(shard_index)
     record_path = cache.commit_path(shard_index)
     if record_path.exists():

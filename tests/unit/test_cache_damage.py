@@ -119,6 +119,18 @@ def test_damaged_chunk_names_row_file_and_positions(whole: tuple[Cache, list[Row
     assert_rows_equal(reader.read(2), rows[2])  # other chunks are good
 
 
+def test_damaged_index(whole: tuple[Cache, list[Row]]) -> None:
+    cache, _ = whole
+    file = _folder(cache, 1) / "logprob_delta" / "c.0.0"
+    for byte in (-1, -3, -20):  # the checksum, and an entry it covers
+        good = file.read_bytes()
+        _flip(file, 8 * (len(good) + byte))
+        with pytest.raises(CacheError, match=r"sample 3 .*c\.0\.0: the shard index fails its crc32c"):
+            CacheReader(cache).read(3)
+        assert any("index fails its crc32c" in problem for problem in verify(cache, "structure").problems)
+        file.write_bytes(good)
+
+
 def test_deleted_files(whole: tuple[Cache, list[Row]]) -> None:
     cache, _ = whole
     (_folder(cache, 0) / "tokens" / "zarr.json").unlink()

@@ -43,10 +43,14 @@ def _in_children(count: int, target: Callable[..., None], *args: Any) -> list[An
     children = [FORK.Process(target=body, args=(i,)) for i in range(count)]
     for child in children:
         child.start()
-    results = dict(queue.get(timeout=30) for _ in children)
-    for child in children:
-        child.join(30)
-        assert child.exitcode == 0
+    try:
+        results = dict(queue.get(timeout=30) for _ in children)
+    finally:
+        for child in children:
+            child.join(5)
+            child.kill()  # one that hangs must not hang the tests
+            child.join()
+    assert [child.exitcode for child in children] == [0] * count
     return [results[i] for i in range(count)]
 
 
@@ -174,22 +178,25 @@ def test_committed_shard_is_not_written_again(tmp_path: Path) -> None:
         write_shard(cache, 2, untouched())
 
 
-def _keep_writing(path: Path) -> None:
+def _keep_writing(path: Path, started: Any) -> None:
     cache = open_cache(path)
+    started.set()
     for shard in missing_shards(cache):
         write_shard(cache, shard, _rows(cache, shard))
 
 
 def test_killed_at_random_moments(tmp_path: Path) -> None:
-    samples, most_kills = 80, 30
+    samples, most_kills = 120, 30
     cache = create_cache(tmp_path / "c", make_manifest(samples, 2), rank_table())
     rng = np.random.default_rng(0)
     done: dict[int, tuple[int, int]] = {}
     kills = 0
     while missing_shards(cache):
-        writer = FORK.Process(target=_keep_writing, args=(cache.path,))
+        started = FORK.Event()
+        writer = FORK.Process(target=_keep_writing, args=(cache.path, started))
         writer.start()
-        writer.join(rng.uniform(0.0, 0.06) if kills < most_kills else 60)
+        assert started.wait(60)  # from here on, or a busy machine would kill only processes that did nothing yet
+        writer.join(rng.uniform(0.0, 0.02) if kills < most_kills else 60)
         if writer.is_alive():
             assert writer.pid is not None
             os.kill(writer.pid, signal.SIGKILL)
@@ -224,6 +231,8 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
         ({"logprobs": lambda x: np.where(x == x[3, 1], np.nan, x)}, "position 3 do not descend"),
         ({"logprobs": lambda x: np.where(x == x[4, 0], 1, x).astype("f2")}, "position 4 is above 0 or NaN"),
         ({"logprobs": lambda x: np.where(x == x[4, 4], np.nan, x)}, "position 4 do not descend"),
+        ({"logprobs": lambda x: np.where(x == x[4, 4], -np.float16("nan"), x)}, "position 4 do not descend"),
+        ({"logprobs": lambda x: np.where(x == x[4, 4], np.float16(2), x)}, "position 4 do not descend"),
         ({"logprobs": lambda x: x.astype("f4")[:, ::-1]}, "do not descend"),
         ({"logprobs": lambda x: x[:, :4]}, r"logprobs is float16 \(31, 4\), this cache needs .* \(31, 5\)"),
         ({"tail_logmass": lambda x: x * np.nan}, "tail_logmass at position 0"),
