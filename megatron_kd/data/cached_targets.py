@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from megatron_kd.cache.mass import at_temperature
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
 from megatron_kd.config import ModelConfig
@@ -58,7 +59,6 @@ class CachedTargets:
                 f"{path} was captured at the temperatures {list(manifest.temperatures)}, loss.temperature is "
                 f"{temperature}: choose one of them or capture again with it in teacher.temperatures"
             )
-        self._temperature_index = manifest.temperatures.index(temperature)
         _check_teacher(Path(path), manifest.teacher, teacher)
         self._reader.require_complete()
 
@@ -99,13 +99,10 @@ class CachedTargets:
         )
 
     def _at_temperature(self, row: Row) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        ids, logprobs, tail = row.ids, row.logprobs, row.tail_logmass
-        if self._temperature_index > 0:
-            # log p_T = (T0/T)·log p_T0 − log Σ_v p_T0(v)^(T0/T), exactly, whatever was kept.
-            i = self._temperature_index - 1
-            ratio = self._reader.manifest.temperatures[0] / self.temperature
-            logprobs = ratio * logprobs.astype(np.float32) - row.log_normalizers[i][:, None]
-            tail = row.tail_logmass_extra[i]
+        temperatures = self._reader.manifest.temperatures
+        ids, logprobs, tail = row.ids, row.logprobs, row.tail_logmass  # as stored: half the bytes to the device
+        if self.temperature != temperatures[0]:
+            logprobs, tail = at_temperature(row, temperatures, self.temperature)
         if self.top_k < ids.shape[1]:
             tail = np.logaddexp(tail, _logsumexp(logprobs[:, self.top_k :].astype(np.float32)))
             ids, logprobs = ids[:, : self.top_k], logprobs[:, : self.top_k]

@@ -83,7 +83,8 @@ def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) ->
         tokenizer=samples.tokenizer_identity,
         corpus={"content": samples.manifest["content"], "samples": samples.manifest["samples"]},
         library_versions={
-            name: importlib.metadata.version(name) for name in ("torch", "megatron-core", "numcodecs", "numpy")
+            name: importlib.metadata.version(name)
+            for name in ("megatron-kd", "torch", "megatron-core", "numcodecs", "numpy")
         },
     )
     return manifest, table

@@ -12,7 +12,6 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_kd import __version__
 from megatron_kd.config import Recipe
 from megatron_kd.errors import ConfigError
 from megatron_kd.models.build import build_model
@@ -104,6 +103,5 @@ def teacher_identity(note: dict[str, Any], precision: str) -> dict[str, Any]:
         "weights_sha256": note.get("weights_sha256"),
         "architecture": architecture,
         "engine": ENGINE,
-        "engine_version": __version__,
         "dtype": precision,
     }
