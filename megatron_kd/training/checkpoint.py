@@ -8,6 +8,8 @@ that name only when all ranks have written their parts.
 from __future__ import annotations
 
 import json
+import pickle
+import queue
 import re
 import shutil
 from pathlib import Path
@@ -18,10 +20,11 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.device import fail_together
+from megatron_kd.device import current_device, fail_together
 from megatron_kd.errors import CheckpointError
 from megatron_kd.files import write_json
 from megatron_kd.models.checkpoint import (
@@ -36,7 +39,12 @@ from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.setup import Student
 
 PROGRESS_NOTE = "progress.json"
+PARTIAL = ".partial"
+_REMOVED = ".removed"
+_SETTINGS = ("betas", "eps", "max_lr", "min_lr")  # of an optimizer's parameter group; the schedule sets lr and decay
 _NAME = re.compile(r"^iter_(\d{7,})$")
+# What reading a damaged file of a checkpoint can raise.
+_DAMAGE = (CheckpointingException, CheckpointException, OSError, KeyError, EOFError, pickle.UnpicklingError)
 # The form of the optimizer state that loads in any layout; the default one of Megatron-Core no longer loads at all.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -53,6 +61,19 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
         return []
     found = [(int(match.group(1)), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
     return sorted(found)
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The checkpoint a run goes on from, as the first rank sees it, or None. Collective over all ranks.
+
+    Each rank asking the file system for itself could get another answer where directories are cached (NFS does), and
+    ranks that load different checkpoints wait for each other for ever.
+    """
+    with fail_together(f"looking into {run_dir}"):
+        saved = list_checkpoints(run_dir) if dist.get_rank() == 0 else []
+    iteration = torch.tensor([saved[-1][0] if saved else -1], dtype=torch.int64, device=current_device())
+    dist.broadcast(iteration, src=0)
+    return checkpoint_path(run_dir, int(iteration.item())) if iteration.item() >= 0 else None
 
 
 def _random_state(groups: ParallelGroups) -> ShardedObject:
@@ -78,7 +99,7 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     """Saves and publishes, then removes all but the newest ``keep``. Collective; one iteration is saved once.
 
     Raises:
-        OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before stay.
+        CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before stay.
     """
     path = checkpoint_path(run_dir, student.iteration)
     with fail_together(f"saving {path}"):
@@ -87,7 +108,13 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         return path
     partial = make_partial_directory(path)
     state = _sharded_state(student, groups, is_loading=False, same_layout=True)
-    dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
+    _keep_results_in_process()
+    try:
+        dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
+    except CheckpointException as error:
+        raise CheckpointError(
+            f"{path} could not be written ({_reason(error)}); the checkpoints before it stay"
+        ) from error
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json")})
@@ -102,18 +129,44 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
                 },
             )
     publish_directory(partial, path)
-    if dist.get_rank() == 0:
-        for _, old in list_checkpoints(run_dir)[:-keep]:
-            # Out of sight first: a removal that is interrupted must not leave a checkpoint that looks whole.
-            doomed = old.with_name(f".{old.name}.removed")
-            old.rename(doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
-    dist.barrier()
+    with fail_together(f"removing old checkpoints of {run_dir}"):
+        if dist.get_rank() == 0:
+            _prune(run_dir, keep)
     return path
+
+
+def _prune(run_dir: Path, keep: int) -> None:
+    """Removes all but the newest ``keep`` checkpoints, and what killed processes left of saves and removals."""
+    for _, old in list_checkpoints(run_dir)[:-keep]:
+        # Out of sight first: a removal that is interrupted must not leave a checkpoint that looks whole.
+        old.rename(old.with_name(f".{old.name}{_REMOVED}"))
+    for left in (run_dir / "checkpoints").iterdir():
+        if left.name.startswith(".iter_") and left.name.endswith((PARTIAL, _REMOVED)):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _keep_results_in_process() -> None:
+    """Lets the writers hand over their results by a plain queue.
+
+    Megatron-Core starts a manager process for that at the first save, which only its forked savers need. It lives as
+    long as training: a signal to the whole job (``scancel --signal``) ends it and with it the next save, and a killed
+    rank leaves it behind for ever.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
+def _reason(error: BaseException) -> str:
+    """The last line of what is often a page: the cause."""
+    lines = str(error).strip().splitlines()
+    return lines[-1].strip() if lines else type(error).__name__
 
 
 def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, path: Path) -> None:
     """Restores model, optimizer, schedule, position in the data and, in the same layout, random states. Collective.
+
+    The state of the optimizer is restored (moments, steps done), its settings are the recipe's: a run that goes on with
+    another learning rate, or for longer, does as its recipe now says.
 
     Raises:
         CheckpointError: a part is missing or damaged, or it is of another model; on every rank.
@@ -126,13 +179,15 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         state = dist_checkpointing.load(
             _sharded_state(student, groups, is_loading=True, same_layout=same_layout), str(path)
         )
-    except (CheckpointingException, CheckpointException, OSError, KeyError) as error:
-        reason = str(error).strip().splitlines()[-1]
+    except _DAMAGE as error:
         raise CheckpointError(
-            f"{path} is damaged ({reason}): remove it, and the run goes on from the checkpoint before it"
+            f"{path} is damaged ({_reason(error)}): remove it, and the run goes on from the checkpoint before it"
         ) from error
     student.model.module.load_state_dict(state["model"], strict=False)
+    settings = [{key: group[key] for key in _SETTINGS if key in group} for group in student.optimizer.param_groups]
     student.optimizer.load_state_dict(state["optimizer"])
+    for group, own in zip(student.optimizer.param_groups, settings, strict=True):
+        group.update(own)
     student.scheduler.load_state_dict(state["scheduler"])
     if same_layout:
         torch.random.set_rng_state(state["rng_state"])

@@ -48,23 +48,28 @@ def evaluate_model(
         fitted on the training split scores on the same targets.
 
     Raises:
-        DataError: there is no held-out split.
+        DataError, CacheError: there is no held-out split, or one of its rows cannot be used; on every rank.
     """
     with fail_together("evaluation"):
         ids = samples.splits.get(SPLIT)
         if not ids:
             raise DataError(f"{samples.path} has no held-out rows: set data.heldout_tokens and prepare again")
-    mine = [list(ids[i : i + micro_batch_size]) for i in range(0, len(ids), micro_batch_size)][
-        groups.dp_rank :: groups.dp_size
-    ]
+    portions = [list(ids[i : i + micro_batch_size]) for i in range(0, len(ids), micro_batch_size)]
+    rounds = range(0, len(portions), groups.dp_size)
     unigram = fit_unigram(samples.token_counts("train", distillation.vocab_size)) if cached is not None else None
     was_training = model.training
     model.eval()
     parts, unigram_sum = [], 0.0
     show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
-    with progress("evaluate", len(mine), unit="batches", enabled=show) as advance:
-        for batch_ids in mine:
-            batch = make_batch(samples, batch_ids, cached).to(current_device())
+    with progress("evaluate", len(rounds), unit="batches", enabled=show) as advance:
+        for first in rounds:
+            mine = portions[first + groups.dp_rank : first + groups.dp_rank + 1]
+            with fail_together("reading the held-out rows"):
+                batches = [make_batch(samples, batch_ids, cached).to(current_device()) for batch_ids in mine]
+            advance(1)
+            if not batches:  # the last round is shorter than the data-parallel group
+                continue
+            batch = batches[0]
             context = distillation.context(batch, mode="no_grad", ce_weight=_BOTH)
             model(
                 batch.tokens,
@@ -77,7 +82,6 @@ def evaluate_model(
             parts.append(TokenSums.of(context.output, batch, _BOTH).values)
             if unigram is not None and batch.targets is not None:
                 unigram_sum += _unigram_sum(batch, batch.targets, unigram)
-            advance(1)
     model.train(was_training)
     sums = TokenSums.reduce(parts, groups.dp_group, current_device())
     total = torch.tensor([unigram_sum], dtype=torch.float64, device=current_device())
@@ -105,9 +109,14 @@ def _unigram_sum(batch: Batch, targets: TopKTargets, unigram: np.ndarray[Any, np
     return float(kl[batch.token_weights.numpy() != 0].sum())
 
 
+def evaluation_path(run_dir: Path, iteration: int) -> Path:
+    """Where the evaluation of an iteration lies."""
+    return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
+
+
 def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, float]) -> Path:
     """Keeps an evaluation beside the metrics of its run."""
-    path = run_dir / "evaluations" / f"iter_{iteration:07d}.json"
+    path = evaluation_path(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"iteration": iteration, "tokens": tokens, **result})
     return path

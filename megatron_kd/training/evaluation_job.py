@@ -10,7 +10,7 @@ from megatron_kd.config import Recipe
 from megatron_kd.device import fail_together
 from megatron_kd.errors import CheckpointError
 from megatron_kd.models.checkpoint import load_weights
-from megatron_kd.training.checkpoint import list_checkpoints, read_progress
+from megatron_kd.training.checkpoint import newest_checkpoint, read_progress
 from megatron_kd.training.evaluate import evaluate_model, write_evaluation
 from megatron_kd.training.session import open_session
 from megatron_kd.training.setup import build_student
@@ -30,13 +30,13 @@ def evaluate(recipe: Recipe, run_dir: Path | None, *, show_progress: bool = True
         student = build_student(recipe, session.groups)
         place = {"iteration": 0, "tokens": 0}
     else:
+        saved = newest_checkpoint(run_dir)
         with fail_together(f"looking into {run_dir}"):
-            saved = list_checkpoints(run_dir)
-            if not saved:
+            if saved is None:
                 raise CheckpointError(f"{run_dir} has no checkpoint: train it first, or evaluate its recipe")
-            place = read_progress(saved[-1][1])
+            place = read_progress(saved)
         student = build_student(recipe, session.groups, with_weights=False)
-        load_weights(student, recipe.student.model, saved[-1][1])
+        load_weights(student, recipe.student.model, saved)
     result = evaluate_model(
         student,
         session.evaluation,

@@ -16,12 +16,12 @@ from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch, make_batch
 from megatron_kd.data.prefetch import Prefetcher
 from megatron_kd.data.sampler import SampleOrder
-from megatron_kd.device import current_device, fail_together, peak_memory_bytes, reset_peak_memory
-from megatron_kd.errors import KDError, RemoteRankError
+from megatron_kd.device import any_rank, current_device, fail_together, peak_memory_bytes, reset_peak_memory
+from megatron_kd.errors import RemoteRankError
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
-from megatron_kd.training.checkpoint import list_checkpoints, load_checkpoint, save_checkpoint
-from megatron_kd.training.evaluate import SPLIT, evaluate_model, write_evaluation
+from megatron_kd.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from megatron_kd.training.evaluate import SPLIT, evaluate_model, evaluation_path, write_evaluation
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.run_directory import open_run_directory, truncate_metrics
@@ -71,11 +71,12 @@ def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
 
 def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: bool) -> TrainReport:
     recipe, groups = session.recipe, session.groups
-    saved = list_checkpoints(run_dir)
-    student = _start(session, run_dir)
+    saved = newest_checkpoint(run_dir)
+    student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None))
+    if saved is not None:
+        load_checkpoint(student, recipe.student.model, groups, saved)
+        logger.info("resumed from %s", saved)
     start = student.iteration
-    if saved:
-        logger.info("resumed from iteration %d", start)
     with fail_together(f"preparing {run_dir}"):
         if session.is_first:
             truncate_metrics(run_dir, start)
@@ -84,7 +85,8 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     result: dict[str, float] = {}
     stopping = False
     save_every, evaluate_every = recipe.checkpoint.save_interval, recipe.training.eval_interval
-    if start == 0:
+    # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
+    if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
         _evaluate(session, student, run_dir)
     reset_peak_memory()
     with (
@@ -110,7 +112,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
                 save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
                 _evaluate(session, student, run_dir)
-    if student.iteration > start or not saved:
+    if student.iteration > start or saved is None:
         path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
         logger.info("saved %s", path)
     if stopping:
@@ -120,16 +122,6 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     elif student.iteration > start:
         _evaluate(session, student, run_dir)
     return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
-
-
-def _start(session: Session, run_dir: Path) -> Student:
-    """The student of the newest checkpoint, or a new one."""
-    recipe, groups = session.recipe, session.groups
-    saved = list_checkpoints(run_dir)
-    student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=not saved))
-    if saved:
-        load_checkpoint(student, recipe.student.model, groups, saved[-1][1])
-    return student
 
 
 class _StepReader:
@@ -159,7 +151,7 @@ def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch
     error: Exception | None = None
     try:
         batches = next(steps)
-    except (KDError, OSError) as caught:
+    except Exception as caught:  # whatever it is, the others must hear of it: they would wait in the next collective
         error = caught
     flags = torch.tensor([error is not None, stop.received is not None], dtype=torch.int32, device=current_device())
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
@@ -202,8 +194,10 @@ def _measure(session: Session, done: StepResult, waited_s: float) -> dict[str, f
 
 
 def _evaluate(session: Session, student: Student, run_dir: Path) -> None:
-    """Evaluates where there are held-out rows; the result lies beside the metrics."""
+    """Evaluates where there are held-out rows, once an iteration; the result lies beside the metrics."""
     if not session.samples.splits.get(SPLIT):
+        return
+    if not any_rank(session.is_first and not evaluation_path(run_dir, student.iteration).exists()):
         return
     result = evaluate_model(
         student.model.module,
@@ -213,5 +207,6 @@ def _evaluate(session: Session, student: Student, run_dir: Path) -> None:
         session.groups,
         session.recipe.training.micro_batch_size,
     )
-    if session.is_first:
-        write_evaluation(run_dir, student.iteration, student.tokens, result)
+    with fail_together("writing the evaluation"):
+        if session.is_first:
+            write_evaluation(run_dir, student.iteration, student.tokens, result)

@@ -76,7 +76,10 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def truncate_metrics(path: Path, iteration: int) -> None:
-    """Drops the lines behind the iteration a run resumes from, so that every iteration stands there once."""
+    """Drops what was measured behind the iteration a run resumes from, so that every iteration stands there once."""
+    for evaluation in (path / "evaluations").glob("iter_*.json"):
+        if int(evaluation.stem.removeprefix("iter_")) > iteration:
+            evaluation.unlink()
     file = path / "metrics.jsonl"
     if not file.exists():
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -108,8 +107,11 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -
         end_wd=settings.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A resumed run follows its recipe, not the settings it was begun with.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
-    config.finalize_model_grads_func = partial(finalize_model_grads)
+    config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = ddp.no_sync
     config.timers = None
     return Student(ddp, optimizer, scheduler)

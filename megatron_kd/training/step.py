@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
 from megatron_kd.device import current_device, synchronize
+from megatron_kd.errors import KDError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.distill import Distillation, loss_function
 from megatron_kd.training.setup import Student, position_ids
@@ -45,6 +47,9 @@ def train_step(
 
     The loss is the sum over tokens; gradients are summed over micro batches and ranks and divided once by the
     unmasked tokens of the global batch, so that they do not depend on how the tokens are spread.
+
+    Raises:
+        KDError: the gradient is not finite; on every rank.
     """
     started = time.perf_counter()
 
@@ -74,6 +79,12 @@ def train_step(
     )
     lr = student.optimizer.param_groups[0]["lr"]
     updated, grad_norm, _ = student.optimizer.step()
+    if grad_norm is not None and not math.isfinite(grad_norm):
+        # The norm is of the whole model, so every rank sees it and stops here.
+        raise KDError(
+            f"the gradient of iteration {student.iteration + 1} has the norm {float(grad_norm)}: the weights are lost, "
+            "the checkpoints before are good; lower optimizer.lr, or look at the rows of that iteration"
+        )
     if updated:
         student.scheduler.step(increment=recipe.training.global_batch_size)
     totals = TokenSums.reduce(sums, groups.dp_group, current_device())

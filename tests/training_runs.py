@@ -1,0 +1,174 @@
+"""What the tests of training share: prepared folders, and training steps in whatever layout the ranks are put in.
+
+All of it runs inside rank processes (``run_distributed``), one of which trains in several layouts after each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# As the command line does it, so that runs here and there give the same bits.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import numpy as np
+
+from megatron_kd.config import Recipe, load_recipe
+
+CURVES = ("loss/kd", "optim/grad_norm")
+MASK_SEED = 11
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks and portions of one run; data parallelism is what tensor parallelism leaves of the world."""
+
+    world: int
+    tp: int = 1
+    sp: bool = False
+    micro: int = 1
+
+    def overrides(self) -> list[str]:
+        """The overrides of a recipe that put it into this layout."""
+        return [
+            f"cluster.gpus_per_node={self.world}",
+            f"parallelism.tensor_model_parallel_size={self.tp}",
+            f"parallelism.sequence_parallel={str(self.sp).lower()}",
+            f"training.micro_batch_size={self.micro}",
+        ]
+
+    def __str__(self) -> str:
+        return f"TP {self.tp}{' + SP' if self.sp else ''}, DP {self.world // self.tp}, micro batch {self.micro}"
+
+
+def recipe_in(recipe: Path, layout: Layout, *overrides: str) -> Recipe:
+    """A recipe loaded in a layout."""
+    return load_recipe(recipe, [*layout.overrides(), *overrides])
+
+
+def leave_layout() -> None:
+    """Takes the model-parallel groups down, so that the next run of this process may choose others. Collective."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if dist.is_initialized():
+        dist.barrier()
+    parallel_state.destroy_model_parallel()
+
+
+def prepare_masked(recipe: Recipe) -> None:
+    """Prepares the corpus, then masks a random beginning of each row, as prompts are: rows of 2 to L − 1 tokens."""
+    from megatron_kd.data.packing import PackedRow
+    from megatron_kd.data.prepare import prepare
+    from megatron_kd.data.sample_writer import write_samples
+    from megatron_kd.data.tokenizer import load_tokenizer
+    from megatron_kd.models.convert import tokenizer_source
+
+    data = recipe.data
+    assert data.corpus is not None
+    plain = Path(f"{data.samples}.plain")
+    samples = prepare(
+        corpus_format=data.corpus.format,
+        tokenizer=load_tokenizer(tokenizer_source(recipe)),
+        seq_length=data.seq_length,
+        train_tokens=data.train_tokens,
+        heldout_tokens=data.heldout_tokens,
+        out_dir=plain,
+        seed=recipe.seed,
+        progress=False,
+    )
+    draw = np.random.default_rng(MASK_SEED)
+
+    def masked(ids: range) -> Iterator[PackedRow]:
+        for i in ids:
+            mask = samples.loss_mask(i).copy()
+            mask[: draw.integers(0, data.seq_length - 3)] = 0
+            yield PackedRow(samples.tokens(i), mask, samples.document_offsets(i))
+
+    write_samples(
+        Path(data.samples),
+        {name: masked(ids) for name, ids in samples.splits.items()},
+        seq_length=data.seq_length,
+        packing=data.packing,
+        tokenizer_identity=samples.tokenizer_identity,
+        corpus_identity={"masked": True},
+        selection={"seed": MASK_SEED},
+    )
+    shutil.rmtree(plain)
+
+
+def make_inputs(recipe: Recipe, *, with_import: bool = True) -> None:
+    """Teacher, masked samples and cache of a recipe on one rank."""
+    from megatron_kd.models.convert import import_model
+    from megatron_kd.teacher.capture import capture
+
+    if with_import:
+        import_model(recipe, "teacher", show_progress=False)
+    prepare_masked(recipe)
+    capture(recipe, show_progress=False)
+
+
+class Trainer:
+    """The pieces that ``train`` puts together, held open: steps, gradients and state can be looked at."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Collective over all ranks; the groups of the run before are taken down."""
+        from megatron_kd.training.loop import _StepReader
+        from megatron_kd.training.session import open_session
+        from megatron_kd.training.setup import build_student, wrap_for_training
+
+        leave_layout()
+        self.recipe = recipe
+        self.session = open_session(recipe)
+        self.student = wrap_for_training(recipe, self.session.groups, build_student(recipe, self.session.groups))
+        self._reader = _StepReader(self.session, self.student)
+
+    def step(self) -> dict[str, float]:
+        """One optimizer step; its metrics."""
+        from megatron_kd.training.step import train_step
+
+        batches = self._reader(self.student.iteration)
+        done = train_step(self.recipe, self.student, self.session.distillation, self.session.groups, batches)
+        self.student.iteration += 1
+        self.student.consumed_samples += self.recipe.training.global_batch_size
+        self.student.tokens += done.tokens
+        return {**done.metrics, "tokens": done.tokens}
+
+    def curve(self, steps: int) -> list[dict[str, float]]:
+        """The metrics of the next steps."""
+        return [self.step() for _ in range(steps)]
+
+    def gradients(self) -> dict[str, np.ndarray[Any, Any]]:
+        """The reduced gradients the last step left, by parameter name; under tensor parallelism this rank's shards."""
+        module = self.student.model.module
+        return {name: p.main_grad.detach().double().numpy().copy() for name, p in module.named_parameters()}
+
+
+def curve_of(recipe: Recipe, steps: int) -> list[dict[str, float]]:
+    """The metrics of a new run's first steps. Collective."""
+    return Trainer(recipe).curve(steps)
+
+
+def largest_difference(
+    one: list[dict[str, float]], other: list[dict[str, float]], names: tuple[str, ...] = CURVES
+) -> float:
+    """The largest relative difference between two curves of equal length, over the metrics named."""
+    assert len(one) == len(other) > 0
+    return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in zip(one, other, strict=True) for name in names)
+
+
+def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(records: list[Mapping[str, Any]]) -> list[tuple[int, float, float]]:
+    """(iteration, loss/kd, optim/grad_norm) of each line, to be compared bit by bit."""
+    return [(r["iteration"], r["loss/kd"], r["optim/grad_norm"]) for r in records]
