@@ -31,6 +31,7 @@ from megatron_kd.models.checkpoint import (
     publish_directory,
     read_note,
     sharded_weights,
+    write_sharded,
 )
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.setup import Student
@@ -78,7 +79,8 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     """Saves and publishes, then removes all but the newest ``keep``. Collective; one iteration is saved once.
 
     Raises:
-        OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before stay.
+        CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
+            stay.
     """
     path = checkpoint_path(run_dir, student.iteration)
     with fail_together(f"saving {path}"):
@@ -87,7 +89,7 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         return path
     partial = make_partial_directory(path)
     state = _sharded_state(student, groups, is_loading=False, same_layout=True)
-    dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
+    write_sharded(state, partial, path, dict(_SHARDING))
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json")})
