@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import multiprocessing
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from megatron_kd import __version__
-from megatron_kd.errors import KDError
+from megatron_kd.errors import KDError, LaunchError
 
 app = typer.Typer(
     name="megatron-kd",
     help="Distil large language models on Megatron-Core: capture a teacher once, train students against the cache.",
     no_args_is_help=True,
     add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-convert_app = typer.Typer(help="Hugging Face weights to Megatron distributed checkpoints.", no_args_is_help=True)
-cache_app = typer.Typer(help="Look into a teacher cache and check it.", no_args_is_help=True)
+convert_app = typer.Typer(help="Convert Hugging Face weights.", no_args_is_help=True, rich_markup_mode=None)
+cache_app = typer.Typer(help="Inspect and verify a teacher cache.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(convert_app, name="convert")
 app.add_typer(cache_app, name="cache")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
@@ -34,7 +39,10 @@ Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON al
 
 @app.command()
 def show(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
-    """Print the resolved recipe."""
+    """Print the resolved recipe.
+
+    All files it extends, its own keys and the overrides, merged and checked, defaults filled in.
+    """
     from megatron_kd.config import dump_recipe, load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
@@ -51,7 +59,11 @@ def convert_import(
     role: Annotated[str, typer.Option(help="teacher or student: which model of the recipe.")] = "teacher",
     json_: Json = False,
 ) -> None:
-    """Import model.hf of the recipe's teacher (or student) into its checkpoint folder."""
+    """Import Hugging Face weights.
+
+    Reads model.hf of the recipe's teacher (or student) and writes its checkpoint, once, on the CPU, for any parallel
+    layout. A checkpoint of the same model that is there already is reused.
+    """
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
 
@@ -71,7 +83,11 @@ def convert_import(
 
 @app.command()
 def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
-    """Turn the recipe's corpus into samples: packed rows of tokens with ids and hashes."""
+    """Turn the corpus into rows of tokens.
+
+    Writes data.samples: packed rows of data.seq_length tokens, each with an id and a hash, split into train and
+    held-out. The same samples that are there already are reused.
+    """
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
 
@@ -84,18 +100,20 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
     from megatron_kd.data.tokenizer import load_tokenizer
     from megatron_kd.models.convert import tokenizer_source
 
-    samples = run(
-        corpus_format=data.corpus.format,
-        paths=data.corpus.paths,
-        text_key=data.corpus.text_key,
-        tokenizer=load_tokenizer(tokenizer_source(loaded)),
-        seq_length=data.seq_length,
-        packing=data.packing,
-        train_tokens=data.train_tokens,
-        heldout_tokens=data.heldout_tokens,
-        out_dir=Path(data.samples),
-        seed=loaded.seed,
-    )
+    tokenizer = load_tokenizer(tokenizer_source(loaded))
+    with _writing_to(data.samples):
+        samples = run(
+            corpus_format=data.corpus.format,
+            paths=data.corpus.paths,
+            text_key=data.corpus.text_key,
+            tokenizer=tokenizer,
+            seq_length=data.seq_length,
+            packing=data.packing,
+            train_tokens=data.train_tokens,
+            heldout_tokens=data.heldout_tokens,
+            out_dir=Path(data.samples),
+            seed=loaded.seed,
+        )
     rows = {name: len(ids) for name, ids in samples.splits.items()}
     tokens = {name: n * samples.seq_length for name, n in rows.items()}
     text = ", ".join(f"{n} {name} rows ({tokens[name]:,} tokens)" for name, n in rows.items())
@@ -104,7 +122,10 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
 
 @app.command()
 def capture(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
-    """Score all samples with the teacher and keep its top-K targets; resumes where it stopped."""
+    """Score all rows with the teacher, once.
+
+    Keeps the top-K log-probabilities of every position in teacher.cache. Started again, it does only what is missing.
+    """
     from megatron_kd.config import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
@@ -124,7 +145,10 @@ def capture(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
 
 @app.command()
 def train(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
-    """Train the student; resumes from the last checkpoint of its run directory."""
+    """Train the student, or go on training.
+
+    Resumes from the newest checkpoint in run_dir. SIGTERM and SIGUSR1 end it with a checkpoint.
+    """
     from megatron_kd.config import load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
@@ -132,7 +156,8 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = Fal
     _quiet_libraries()
     from megatron_kd.training.loop import train as run
 
-    report = run(loaded)
+    with _writing_to(loaded.run_dir):
+        report = run(loaded)
     state = "finished" if report.finished else "stopped, start it again to go on"
     _figures(report.to_dict(), json_, f"{report.run_dir}: iteration {report.iteration}, {state}")
 
@@ -145,7 +170,10 @@ def evaluate(
     overrides: Overrides = None,
     json_: Json = False,
 ) -> None:
-    """Held-out KD loss, perplexity and top-1 agreement; beside them a unigram model's KD loss."""
+    """Measure a student on the held-out rows.
+
+    KD loss (nats a token), perplexity and top-1 agreement with the teacher; beside them a unigram model's KD loss.
+    """
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
 
@@ -167,7 +195,10 @@ def compare(
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
     json_: Json = False,
 ) -> None:
-    """Compare runs: a table, the differences of their recipes, a picture of loss, time and memory."""
+    """Compare runs in a table and a picture.
+
+    Loss, step time and memory of each run, and the settings in which their recipes differ.
+    """
     from megatron_kd.report import compare as run
 
     comparison = run(runs, out)
@@ -185,7 +216,10 @@ def compare(
 
 @cache_app.command("inspect")
 def cache_inspect(path: Annotated[Path, typer.Argument(help="A cache folder")], json_: Json = False) -> None:
-    """What a cache holds: shape, teacher, bytes per token, mass of the kept tokens, holes."""
+    """Say what a cache holds.
+
+    Shape, teacher, bytes per token, probability mass of the kept tokens, missing rows.
+    """
     from megatron_kd.cache.inspect import inspect
 
     seen = inspect(path)
@@ -198,7 +232,11 @@ def cache_verify(
     level: Annotated[str, typer.Option(help="inventory, structure, crc or deep")] = "crc",
     json_: Json = False,
 ) -> None:
-    """Check a cache; exits with status 1 where anything is wrong."""
+    """Check a cache for holes and damage.
+
+    Exits with status 1 where anything is wrong. Each level includes the ones before it: inventory (files and sizes),
+    structure (metadata and indices), crc (checksums), deep (every row decoded).
+    """
     from typing import get_args
 
     from megatron_kd.cache.verify import Level, verify
@@ -273,6 +311,16 @@ def _quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+@contextmanager
+def _writing_to(folder: str) -> Iterator[None]:
+    """A full disk does not say which file it refused: the error gets the folder's name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or folder
+        raise
+
+
 def _is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
@@ -292,15 +340,50 @@ def _figures(value: Any, as_json: bool, text: str) -> None:
 def main() -> None:
     """Entry point: one clear line and status 2 for what a user can mend, status 1 for what went wrong otherwise."""
     try:
-        app(standalone_mode=True)
+        app(prog_name="megatron-kd", standalone_mode=True)
+    except LaunchError as error:
+        # All ranks are in the same position, so one speaks for them.
+        if _is_first_rank():
+            _say_error(error)
+        _leave(2)
     except KDError as error:
-        rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print(f"megatron-kd: {rank}error: {error}", file=sys.stderr, flush=True)
+        _say_error(error)
+        _leave(2)
+    except BrokenPipeError:
+        # The reader of our output has seen enough (``megatron-kd show … | head``).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _leave(1)
+    except OSError as error:
+        _say_error(_describe_os_error(error))
         _leave(2)
 
 
+def _say_error(error: Exception | str) -> None:
+    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+    print(f"megatron-kd: {rank}error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+def _describe_os_error(error: OSError) -> str:
+    """A full disk, a folder without permission and the like: which file, what the system says, what to look at."""
+    hints = {
+        errno.ENOSPC: "free some space, or choose another folder",
+        errno.EDQUOT: "your quota is used up: free some space, or choose another folder",
+        errno.EFBIG: "the file system or a limit (ulimit -f) allows no file that large",
+        errno.EACCES: "check its permissions, or choose another folder",
+        errno.EROFS: "choose a folder that can be written",
+    }
+    where = f"{error.filename}: " if error.filename is not None else ""
+    what = error.strerror or str(error) or type(error).__name__
+    return f"{where}{what}: {hints.get(error.errno or 0, 'check the path')}"
+
+
 def _leave(status: int) -> None:
-    """Ends the process without waiting for peers: a rank that failed must not hang in a collective's destructor."""
+    """Ends the process without waiting for peers: a rank that failed must not hang in a collective's destructor.
+
+    Helpers that libraries started (a save's queue) would outlive it and hold the terminal's streams: they end first.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

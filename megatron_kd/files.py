@@ -25,7 +25,9 @@ def _write_temporary(path: Path, data: bytes) -> Path:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError):
+            error.filename = str(path)  # a full disk does not say which file it refused
         temporary.unlink(missing_ok=True)
         raise
     return temporary

@@ -60,8 +60,12 @@ def read_mapping(path: Path, asked_by: str = "") -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such file{reason}: check the path") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read{reason}: {error}") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path}: is a folder{reason}: give the YAML file itself") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not a text file in UTF-8{reason}: give a YAML file") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read{reason}: {error.strerror}: check the path") from None
     value = parse_yaml(text, str(path))
     if value is None:
         return {}

@@ -17,11 +17,16 @@ from numpy.typing import NDArray
 from megatron_kd.cache.mass import at_temperature
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
+from megatron_kd.cache.verify import verify
 from megatron_kd.config import ModelConfig
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.errors import CacheError
 from megatron_kd.targets import TopKTargets
 
+_REPAIR = (
+    "`megatron-kd cache verify {0}` lists all damage; remove the damaged shards' records from {0}/commits and run "
+    "`megatron-kd capture` again, it writes those shards anew"
+)
 _FREE_FIELDS = {"name", "hf", "max_position_embeddings"}
 
 
@@ -43,6 +48,7 @@ class CachedTargets:
             CacheError: no cache, missing rows, or one of other samples, another tokenizer, another teacher, fewer
                 kept tokens or other temperatures. The message says which and what to do.
         """
+        self._path = Path(path)
         self._reader = CacheReader(path)
         self._samples = samples
         self.top_k = top_k
@@ -61,6 +67,13 @@ class CachedTargets:
             )
         _check_teacher(Path(path), manifest.teacher, teacher)
         self._reader.require_complete()
+        self._check_files(Path(path))
+
+    def _check_files(self, path: Path) -> None:
+        # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
+        damaged = verify(path, "inventory").problems
+        if damaged:
+            raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {_REPAIR.format(path)}")
 
     def _check_tokens(self, path: Path) -> None:
         manifest = self._reader.manifest
@@ -84,10 +97,13 @@ class CachedTargets:
         Raises:
             CacheError: a damaged or foreign row, with its id and where it differs.
         """
-        rows = [
-            self._reader.read(int(i), self._samples.row_hash(int(i)), expected_tokens=self._samples.tokens(int(i)))
-            for i in sample_ids
-        ]
+        try:
+            rows = [
+                self._reader.read(int(i), self._samples.row_hash(int(i)), expected_tokens=self._samples.tokens(int(i)))
+                for i in sample_ids
+            ]
+        except CacheError as error:
+            raise CacheError(f"{error}; {_REPAIR.format(self._path)}") from error
         parts = [self._at_temperature(row) for row in rows]
         ids, logprobs, tails = (np.stack([part[j] for part in parts], axis=1) for j in range(3))
         s, b, k = ids.shape
@@ -107,6 +123,10 @@ class CachedTargets:
             tail = np.logaddexp(tail, _logsumexp(logprobs[:, self.top_k :].astype(np.float32)))
             ids, logprobs = ids[:, : self.top_k], logprobs[:, : self.top_k]
         return np.ascontiguousarray(ids), np.ascontiguousarray(logprobs), np.asarray(tail, np.float32)
+
+
+def _more(problems: Sequence[str]) -> str:
+    return f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
 
 
 def _logsumexp(values: NDArray[np.float32]) -> NDArray[np.float32]:

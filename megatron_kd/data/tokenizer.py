@@ -46,7 +46,10 @@ def load_tokenizer(source: str | Path) -> Tokenizer:
         raise DataError(f"the tokenizer in {source} has no eos_token: packing needs one behind each document")
     if is_gguf:
         _restore_pre_tokenizer(tokenizer.backend_tokenizer, source)
-    return Tokenizer(tokenizer, source.stem if is_gguf else source.resolve().name)
+    place = source.resolve()
+    # An imported teacher keeps its tokenizer in a folder of that name, which tells nobody apart.
+    name = f"{place.parent.name}/{place.name}" if place.name == "tokenizer" else place.name
+    return Tokenizer(tokenizer, source.stem if is_gguf else name)
 
 
 class Tokenizer:

@@ -7,6 +7,7 @@ architecture, origin and identity of the weights. It appears under its final nam
 from __future__ import annotations
 
 import json
+import queue
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,8 +19,10 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
@@ -52,6 +55,34 @@ def make_partial_directory(final: Path) -> Path:
     return partial
 
 
+def write_sharded(state: dict[str, Any], partial: Path, final: Path, metadata: dict[str, Any] | None = None) -> None:
+    """Megatron-Core's save into a partial directory. Collective.
+
+    Raises:
+        CheckpointError: on every rank, where one could not write: a full disk, a quota.
+    """
+    _keep_results_in_process()
+    try:
+        dist_checkpointing.save(state, str(partial), content_metadata=metadata)
+    except (CheckpointingException, CheckpointException, OSError) as error:
+        reason = str(error).strip().splitlines()[-1]
+        raise CheckpointError(
+            f"{final} could not be written ({reason}): check that {partial.parent} has room and may be written; "
+            "nothing stands under its name"
+        ) from error
+
+
+def _keep_results_in_process() -> None:
+    """Lets the writers hand over their results by a plain queue.
+
+    Megatron-Core starts a manager process for that at the first save, which only its forked savers need. It lives as
+    long as training: a signal to the whole job (``scancel --signal``) ends it and with it the next save, and a killed
+    rank leaves it behind for ever.
+    """
+    if filesystem_async._results_queue is None:
+        filesystem_async._results_queue = queue.Queue()
+
+
 def sharded_weights(built: GPTModel) -> dict[str, Any]:
     """The sharded state dict without the layers' extra state, which holds scaling factors of FP8 and no weights."""
     state: dict[str, Any] = built.sharded_state_dict(prefix="")
@@ -78,7 +109,7 @@ def save_weights(
         if path.exists():
             raise CheckpointError(f"{path} exists already; remove it or choose another name")
     partial = make_partial_directory(path)
-    dist_checkpointing.save({"model": sharded_weights(built)}, str(partial))
+    write_sharded({"model": sharded_weights(built)}, partial, path)
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             before_publishing(partial)

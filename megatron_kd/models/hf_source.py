@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_kd.errors import CheckpointError, ConfigError
@@ -67,8 +67,13 @@ class SafetensorsFolder:
         if index.exists():
             self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
         elif (path / "model.safetensors").exists():
-            with safe_open(path / "model.safetensors", "pt") as file:
-                self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            try:
+                with safe_open(path / "model.safetensors", "pt") as file:
+                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{path / 'model.safetensors'} is damaged or not a safetensors file ({error}): copy it again"
+                ) from error
         else:
             raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
 

@@ -34,6 +34,15 @@ def check_architecture(model: ModelConfig, hf: dict[str, Any]) -> None:
     Raises:
         CheckpointError: the first field that differs, with both values. An almost right model trains for a week.
     """
+    kind = hf.get("model_type", model.family)
+    if kind != model.family:
+        raise CheckpointError(
+            f"the weights are of the architecture {kind!r}, the model {model.name!r} is of the family "
+            f"{model.family!r}, the only one this version builds: use other weights"
+        )
+    biased = [key for key in ("attention_bias", "mlp_bias") if hf.get(key)]
+    if biased:
+        raise CheckpointError(f"the weights have biases ({biased[0]}), which this version does not build")
     seen: dict[str, Any] = {ours: hf[theirs] for ours, theirs in _HF_KEYS.items() if hf.get(theirs) is not None}
     rope = hf.get("rope_parameters") or {}
     theta = rope.get("rope_theta", hf.get("rope_theta"))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import queue
 import re
 import shutil
 from pathlib import Path
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
@@ -34,6 +32,7 @@ from megatron_kd.models.checkpoint import (
     publish_directory,
     read_note,
     sharded_weights,
+    write_sharded,
 )
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.setup import Student
@@ -99,7 +98,8 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     """Saves and publishes, then removes all but the newest ``keep``. Collective; one iteration is saved once.
 
     Raises:
-        CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before stay.
+        CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
+            stay.
     """
     path = checkpoint_path(run_dir, student.iteration)
     with fail_together(f"saving {path}"):
@@ -108,13 +108,7 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         return path
     partial = make_partial_directory(path)
     state = _sharded_state(student, groups, is_loading=False, same_layout=True)
-    _keep_results_in_process()
-    try:
-        dist_checkpointing.save(state, str(partial), content_metadata=dict(_SHARDING))
-    except CheckpointException as error:
-        raise CheckpointError(
-            f"{path} could not be written ({_reason(error)}); the checkpoints before it stay"
-        ) from error
+    write_sharded(state, partial, path, dict(_SHARDING))
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json")})
@@ -143,17 +137,6 @@ def _prune(run_dir: Path, keep: int) -> None:
     for left in (run_dir / "checkpoints").iterdir():
         if left.name.startswith(".iter_") and left.name.endswith((PARTIAL, _REMOVED)):
             shutil.rmtree(left, ignore_errors=True)
-
-
-def _keep_results_in_process() -> None:
-    """Lets the writers hand over their results by a plain queue.
-
-    Megatron-Core starts a manager process for that at the first save, which only its forked savers need. It lives as
-    long as training: a signal to the whole job (``scancel --signal``) ends it and with it the next save, and a killed
-    rank leaves it behind for ever.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
 
 
 def _reason(error: BaseException) -> str:

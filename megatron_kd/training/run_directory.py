@@ -14,12 +14,35 @@ from typing import Any
 
 from megatron_kd import __version__
 from megatron_kd.config import Recipe, dump_recipe, recipe_differences
+from megatron_kd.config.yaml_text import parse_yaml, read_mapping
 from megatron_kd.device import describe_hardware
 from megatron_kd.errors import ConfigError
 from megatron_kd.files import write_atomic, write_json
 
-# A resumed run must not differ in these: the weights would not fit, or the data position would mean other rows.
-_FIXED = ("student.model", "data.seq_length", "data.samples", "data.shuffle", "seed", "training.global_batch_size")
+# A resumed run must not differ in these: the weights would not fit, the data position would mean other rows, or one
+# curve would be drawn from two methods. Rates and schedule stand in the checkpoint, which would silently win over the
+# recipe. What may change midway (length, intervals, layout, paths) is left out.
+_FIXED = (
+    "name",
+    "seed",
+    "data.samples",
+    "data.seq_length",
+    "data.shuffle",
+    "loss.beta",
+    "loss.ce_weight",
+    "loss.divergence",
+    "loss.implementation",
+    "loss.tail",
+    "loss.temperature",
+    "optimizer.",
+    "student.model",
+    "teacher.mode",
+    "teacher.model",
+    "teacher.targets",
+    "teacher.top_k",
+    "training.global_batch_size",
+)
+_FREE = ("optimizer.clip_grad", "teacher.model.hf", "student.model.hf")
 _LIBRARIES = ("torch", "megatron-core", "transformers", "numpy", "numcodecs", "pydantic", "wandb")
 
 
@@ -29,16 +52,15 @@ def open_run_directory(recipe: Recipe) -> Path:
     Raises:
         ConfigError: the directory holds a run that this recipe does not continue; names the key and both values.
     """
-    import yaml
-
     path = Path(recipe.run_dir)
     for name in ("evaluations", "checkpoints", "logs"):
         (path / name).mkdir(parents=True, exist_ok=True)
     resolved = dump_recipe(recipe)
     stored = path / "recipe.yaml"
-    if stored.exists():
-        for key, before, now in recipe_differences(yaml.safe_load(stored.read_text()), yaml.safe_load(resolved)):
-            if key.startswith(_FIXED):
+    # A first attempt that ended before its first step binds nobody: its recipe may have been the mistake.
+    if stored.exists() and _has_begun(path):
+        for key, before, now in recipe_differences(read_mapping(stored), parse_yaml(resolved, "the recipe")):
+            if key.startswith(_FIXED) and not key.startswith(_FREE):
                 raise ConfigError(
                     f"{path} holds a run with {key} {before!r}, the recipe now says {now!r}: "
                     "choose another run_dir, or remove the old run"
@@ -46,6 +68,11 @@ def open_run_directory(recipe: Recipe) -> Path:
     write_atomic(stored, resolved)
     write_json(path / "environment.json", describe_environment())
     return path
+
+
+def _has_begun(path: Path) -> bool:
+    metrics = path / "metrics.jsonl"
+    return any((path / "checkpoints").glob("iter_*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def describe_environment() -> dict[str, Any]:

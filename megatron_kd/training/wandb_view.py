@@ -16,12 +16,15 @@ from megatron_kd.files import write_json
 
 logger = logging.getLogger(__name__)
 
-INIT_TIMEOUT_S = 30
-FINISH_TIMEOUT_S = 60
+# wandb's own variables, with our values where they are not set: what a silent server may cost a run in all.
+_TIMEOUTS_S = {"WANDB_INIT_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT": "60"}
 
 
 class WandbView:
-    """One wandb run per run directory, across restarts; offline where no login or no server is there."""
+    """One wandb run per run directory, across restarts; offline where no login or no server is there.
+
+    WANDB_INIT_TIMEOUT and WANDB_FINISH_TIMEOUT (seconds) say how long a silent server may hold up start and end.
+    """
 
     def __init__(self, recipe: Recipe, run_dir: Path) -> None:
         """Never raises for the network's or the account's sake: it goes offline and says so in the log."""
@@ -31,11 +34,13 @@ class WandbView:
         if settings.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
+        for variable, seconds in _TIMEOUTS_S.items():
+            os.environ.setdefault(variable, seconds)
         import wandb
 
         mode = settings.mode
         if mode == "online" and not _has_login():
-            logger.warning("wandb: no login found, writing offline; later: wandb sync %s/wandb/offline-*", run_dir)
+            logger.warning("wandb: no login found, writing offline; later: wandb login; %s", _sync_line(run_dir))
             mode = "offline"
         arguments: dict[str, Any] = {
             "project": settings.project,
@@ -50,19 +55,19 @@ class WandbView:
         }
         for attempt in dict.fromkeys((mode, "offline")):
             try:
-                self._run = wandb.init(
-                    mode=attempt,
-                    settings=wandb.Settings(
-                        init_timeout=INIT_TIMEOUT_S, console="off", finish_timeout=FINISH_TIMEOUT_S
-                    ),
-                    **arguments,
-                )
+                self._run = wandb.init(mode=attempt, settings=wandb.Settings(console="off"), **arguments)
                 # Everything is drawn over tokens, so that runs with other batch sizes lie over each other.
                 self._run.define_metric("tokens")
                 self._run.define_metric("*", step_metric="tokens")
                 return
             except Exception as error:
-                logger.warning("wandb cannot be used %s (%s); training goes on", attempt, error)
+                reason = " ".join(str(error).split())
+                if attempt == "offline":
+                    logger.warning("wandb cannot be used (%s); training goes on, metrics.jsonl has everything", reason)
+                    return
+                logger.warning("wandb cannot be reached (%s), writing offline; later: %s", reason, _sync_line(run_dir))
+                # Its service still holds the run's id after a failed start and would refuse it to the next one.
+                wandb.teardown()
 
     def log(self, record: dict[str, Any]) -> None:
         """One line of metrics."""
@@ -83,6 +88,10 @@ class WandbView:
     def _lost(self, error: Exception) -> None:
         logger.warning("wandb failed (%s); training goes on, metrics.jsonl has everything", error)
         self._run = None
+
+
+def _sync_line(run_dir: Path) -> str:
+    return f"wandb sync {run_dir}/wandb/offline-run-*"
 
 
 def _has_login() -> bool:
