@@ -1,0 +1,140 @@
+"""Hugging Face models as oracles for the Megatron-Core ones: their weights, logits and gradients, on disk for ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from megatron_kd.config import ModelConfig, load_model
+from tests.assets import ASSETS, ROOT, _locked, smollm2_checkpoint, tiny_llama_folder
+
+SMOLLM2_TOKENS = 126
+
+
+def grouped_model(untied: bool = True, **changes: Any) -> ModelConfig:
+    """A Llama with grouped queries, heads wider than the hidden size, and no two sizes alike."""
+    values: dict[str, Any] = {
+        "name": "grouped",
+        "num_layers": 3,
+        "hidden_size": 48,
+        "ffn_hidden_size": 88,
+        "num_attention_heads": 8,
+        "num_query_groups": 4,
+        "kv_channels": 10,
+        "vocab_size": 331,
+        "max_position_embeddings": 64,
+        "rotary_base": 700.0,
+        "layernorm_epsilon": 1e-2,
+        "untie_embeddings_and_output_weights": untied,
+    }
+    return ModelConfig.model_validate(values | changes)
+
+
+def hf_config(model: ModelConfig) -> Any:
+    """The ``LlamaConfig`` of an architecture."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        vocab_size=model.vocab_size,
+        hidden_size=model.hidden_size,
+        intermediate_size=model.ffn_hidden_size,
+        num_hidden_layers=model.num_layers,
+        num_attention_heads=model.num_attention_heads,
+        num_key_value_heads=model.num_query_groups,
+        head_dim=model.kv_channels,
+        max_position_embeddings=model.max_position_embeddings,
+        rms_norm_eps=model.layernorm_epsilon,
+        rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
+        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+        initializer_range=0.15,
+        attn_implementation="eager",
+    )
+
+
+def random_hf_model(model: ModelConfig, seed: int = 11) -> Any:
+    """A random ``LlamaForCausalLM``; its norms are not all ones, so that a lost or misplaced norm shows."""
+    from transformers import LlamaForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        built = LlamaForCausalLM(hf_config(model))
+        with torch.no_grad():
+            for name, parameter in built.named_parameters():
+                if "norm" in name:
+                    parameter.copy_(0.5 + torch.rand_like(parameter))
+    return built.eval()
+
+
+def write_oracle(built: Any, folder: Path, vocab_size: int, tokens: int = 24) -> Path:
+    """Saves tokens [2, s], labels, the logits [2, s, V] and the gradients of Σ cross-entropy of an HF model."""
+    generator = torch.Generator().manual_seed(2)
+    ids = torch.randint(0, vocab_size, (2, tokens), generator=generator)
+    labels = torch.randint(0, vocab_size, (2, tokens), generator=generator)
+    logits = built(ids).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    grads = {name: p.grad for name, p in built.named_parameters()}
+    torch.save({"tokens": ids, "labels": labels, "logits": logits.detach(), "grads": grads}, folder / "oracle.pt")
+    return folder
+
+
+def tiny_variants(folder: Path) -> list[tuple[dict[str, Any], str]]:
+    """Architectures, each with the folder of its weights and oracle: the tiny and a grouped Llama, untied and tied."""
+    from transformers import AutoModelForCausalLM
+
+    variants = []
+    tiny = yaml.safe_load((ROOT / "configs/models/tiny_llama.yaml").read_text())
+    for untied in (True, False):
+        model = ModelConfig.model_validate(tiny | {"untie_embeddings_and_output_weights": untied})
+        built = AutoModelForCausalLM.from_pretrained(tiny_llama_folder(untied), attn_implementation="eager")
+        variants.append((model, built, folder / f"tiny_{untied}"))
+        model = grouped_model(untied)
+        variants.append((model, random_hf_model(model), folder / f"grouped_{untied}"))
+    for model, built, path in variants:
+        # Several files with an index, as large models come.
+        built.save_pretrained(path, max_shard_size="60KB")
+        write_oracle(built, path, model.vocab_size)
+    return [(model.model_dump(mode="json"), str(path)) for model, _, path in variants]
+
+
+def smollm2_model() -> ModelConfig:
+    """The architecture of SmolLM2-135M."""
+    return load_model("smollm2_135m", ROOT)
+
+
+def smollm2_hf_folder() -> Path:
+    """SmolLM2 as safetensors with ``oracle.pt``: 126 tokens of English text and the logits of Hugging Face's model.
+
+    Made once (20 s): transformers takes its time to read the GGUF file.
+    """
+    from pydoc_data.topics import topics
+
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from megatron_kd.models.hf_source import resolve_source
+
+    checkpoint = smollm2_checkpoint()
+    folder = ASSETS / "smollm2_hf"
+    with _locked("smollm2_hf"):
+        if not (folder / "oracle.pt").exists():
+            source = smollm2_model().hf
+            assert source is not None
+            path = resolve_source(source)
+            built = AutoModelForCausalLM.from_pretrained(
+                path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+            ).eval()
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint / "tokenizer")
+            ids = torch.tensor([tokenizer(topics["assignment"])["input_ids"][:SMOLLM2_TOKENS]])
+            with torch.no_grad():
+                logits = built(ids).logits
+            # Not save_pretrained, which refuses models read from GGUF although they are dequantised.
+            folder.mkdir(exist_ok=True)
+            state = {name: value for name, value in built.state_dict().items() if name != "lm_head.weight"}
+            save_file(state, folder / "model.safetensors")
+            (folder / "config.json").write_text(json.dumps(json.loads(built.config.to_json_string(use_diff=False))))
+            torch.save({"tokens": ids, "logits": logits}, folder / "oracle.pt")
+    return folder
