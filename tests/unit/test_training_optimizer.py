@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ def _parameters() -> list[Tensor]:
     return [torch.randn(shape, generator=generator).requires_grad_() for shape in SHAPES]
 
 
-def _run(optimizer_class: type[torch.optim.Optimizer], **settings: object) -> list[Tensor]:
+def _run(optimizer_class: type[torch.optim.Optimizer], **settings: Any) -> list[Tensor]:
     """Parameters after steps with changing learning rates; the second one has no gradient at first."""
     parameters = _parameters()
     groups = [{"params": parameters[:1], "weight_decay": 0.1}, {"params": parameters[1:], "weight_decay": 0.0}]
