@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,6 @@ def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def losses_of(records: list[Mapping[str, Any]]) -> list[tuple[int, float, float]]:
+def losses_of(records: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """(iteration, loss/kd, optim/grad_norm) of each line, to be compared bit by bit."""
     return [(r["iteration"], r["loss/kd"], r["optim/grad_norm"]) for r in records]

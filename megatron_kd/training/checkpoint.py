@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
@@ -43,7 +44,15 @@ _REMOVED = ".removed"
 _SETTINGS = ("betas", "eps", "max_lr", "min_lr")  # of an optimizer's parameter group; the schedule sets lr and decay
 _NAME = re.compile(r"^iter_(\d{7,})$")
 # What reading a damaged file of a checkpoint can raise.
-_DAMAGE = (CheckpointingException, CheckpointException, OSError, KeyError, EOFError, pickle.UnpicklingError)
+_DAMAGE = (
+    CheckpointingException,
+    CheckpointException,
+    OSError,
+    KeyError,
+    ValueError,
+    EOFError,
+    pickle.UnpicklingError,
+)
 # The form of the optimizer state that loads in any layout; the default one of Megatron-Core no longer loads at all.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -167,16 +176,27 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
             f"{path} is damaged ({_reason(error)}): remove it, and the run goes on from the checkpoint before it"
         ) from error
     student.model.module.load_state_dict(state["model"], strict=False)
-    settings = [{key: group[key] for key in _SETTINGS if key in group} for group in student.optimizer.param_groups]
-    student.optimizer.load_state_dict(state["optimizer"])
-    for group, own in zip(student.optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    _load_optimizer(student.optimizer, state["optimizer"])
     student.scheduler.load_state_dict(state["scheduler"])
     if same_layout:
         torch.random.set_rng_state(state["rng_state"])
     student.iteration = progress["iteration"]
     student.consumed_samples = progress["consumed_samples"]
     student.tokens = progress["tokens"]
+
+
+def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
+    """Loads the moments and the steps done, and keeps the settings of the recipe.
+
+    Megatron-Core finds the saved group of a parameter group by its rates among others, so these are set before.
+    """
+    settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
+    rates = {key: settings[0][key] for key in ("max_lr", "min_lr") if key in settings[0]}
+    for saved in state["optimizer"]["param_groups"]:
+        saved.update(rates)  # one pair for the whole model
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
 
 
 def read_progress(path: Path) -> dict[str, int]:

@@ -150,7 +150,7 @@ class Runs:
 
 def _alone_rank(rank: int, world: int, recipe: Path, folder: Path) -> dict[str, Any]:
     make_inputs(recipe_in(recipe, ALONE))
-    report = {"whole": _train(recipe, ALONE, folder / "alone")}
+    report: dict[str, Any] = {"whole": _train(recipe, ALONE, folder / "alone")}
     _forget_after(folder / "alone", 8, folder / "pruned")
     report["pruned"] = _train(recipe, ALONE, folder / "pruned", "checkpoint.keep=2")
     report["children"] = [process.name for process in multiprocessing.active_children()]
