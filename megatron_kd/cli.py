@@ -32,8 +32,10 @@ app.add_typer(cache_app, name="cache")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench_app, name="bench")
 
-RecipeArgument = Annotated[Path, typer.Argument(help="A recipe, e.g. recipes/smollm2_cpu.yaml")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Override keys of the recipe.")]
+RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe: a YAML file, see recipes/.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Override keys of the recipe: optimizer.lr=1e-5")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON alone on standard output.")]
 
 
@@ -165,7 +167,10 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = Fal
 @app.command()
 def evaluate(
     run: Annotated[
-        Path, typer.Argument(help="A run directory (its newest checkpoint) or a recipe (its fresh student)")
+        Path,
+        typer.Argument(
+            metavar="RUN|RECIPE", help="A run directory (its newest checkpoint) or a recipe (its fresh student)."
+        ),
     ],
     overrides: Overrides = None,
     json_: Json = False,
@@ -191,7 +196,7 @@ def evaluate(
 
 @app.command()
 def compare(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
     out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
     json_: Json = False,
 ) -> None:
@@ -215,7 +220,10 @@ def compare(
 
 
 @cache_app.command("inspect")
-def cache_inspect(path: Annotated[Path, typer.Argument(help="A cache folder")], json_: Json = False) -> None:
+def cache_inspect(
+    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    json_: Json = False,
+) -> None:
     """Say what a cache holds.
 
     Shape, teacher, bytes per token, probability mass of the kept tokens, missing rows.
@@ -228,8 +236,8 @@ def cache_inspect(path: Annotated[Path, typer.Argument(help="A cache folder")], 
 
 @cache_app.command("verify")
 def cache_verify(
-    path: Annotated[Path, typer.Argument(help="A cache folder")],
-    level: Annotated[str, typer.Option(help="inventory, structure, crc or deep")] = "crc",
+    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    level: Annotated[str, typer.Option(help="inventory, structure, crc or deep.")] = "crc",
     json_: Json = False,
 ) -> None:
     """Check a cache for holes and damage.

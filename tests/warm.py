@@ -68,6 +68,8 @@ def start(*arguments: str | Path, ranks: int = 1, env: Mapping[str, str] | None 
         if ranks > 1:
             variables |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
             variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        for stream in ("out", "err"):
+            (Path(folder.name) / f"{rank}.{stream}").touch()  # a command may be killed before it opens them
         request = {"argv": texts, "env": variables, "streams": f"{folder.name}/{rank}"}
         pids.append(int(_ask(request)))
     return Started(texts, pids, folder)
@@ -119,7 +121,7 @@ def _become_the_command(request: dict[str, Any]) -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     for descriptor, suffix in ((1, "out"), (2, "err")):
-        os.dup2(os.open(f"{request['streams']}.{suffix}", os.O_CREAT | os.O_WRONLY | os.O_APPEND), descriptor)
+        os.dup2(os.open(f"{request['streams']}.{suffix}", os.O_WRONLY | os.O_APPEND), descriptor)
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = ["megatron-kd", *request["argv"]]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_kd.config import ParallelismConfig, Recipe
+from megatron_kd.config import ModelConfig, ParallelismConfig, Recipe
 from megatron_kd.data.tokenizer import load_tokenizer
 from megatron_kd.device import init_distributed, select_device
 from megatron_kd.errors import CheckpointError, ConfigError
@@ -15,6 +15,7 @@ from megatron_kd.models.checkpoint import check_same_architecture, read_note, sa
 from megatron_kd.models.hf_source import open_hf_weights, resolve_source, weights_sha256
 from megatron_kd.models.load import load_hf_weights
 from megatron_kd.models.parallel import init_model_parallel
+from megatron_kd.models.vocabulary import padded_vocab_size
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -72,10 +73,16 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
         "source": model.hf,
         "weights_sha256": weights_sha256(weights),
         "tokenizer": tokenizer.identity(),
-        "parameters": parameter_count(built),
+        "parameters": parameter_count(built) - _padding(model),
     }
     save_weights(built, model, path, note, before_publishing=lambda folder: tokenizer.save(folder / TOKENIZER_FOLDER))
     return ImportReport(path, note["parameters"], note["weights_sha256"], reused=False)
+
+
+def _padding(model: ModelConfig) -> int:
+    """Parameters in the rows that one rank adds to the vocabulary; they are nobody's weights."""
+    matrices = 2 if model.untie_embeddings_and_output_weights else 1
+    return (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.hidden_size * matrices
 
 
 def tokenizer_source(recipe: Recipe) -> Path:

@@ -263,7 +263,7 @@ def test_started_on_the_wrong_number_of_ranks(recipe: Path, tmp_path: Path) -> N
     values = yaml.safe_load(recipe.read_text())
     values |= {"run_dir": str(odd / "run"), "cluster": {"nodes": 1, "gpus_per_node": 2, "gpu": "cpu"}}
     (odd / "two ranks.yaml").write_text(yaml.safe_dump(values))
-    arguments = ["train", odd / "two ranks.yaml", "training.train_iters=3", "--json"]
+    arguments: list[str | Path] = ["train", odd / "two ranks.yaml", "training.train_iters=3", "--json"]
     began = time.monotonic()
     done = megatron_kd(*arguments)
     assert time.monotonic() - began < 10, "refused before Megatron-Core is imported"

@@ -1,0 +1,165 @@
+"""Capture: killed at any moment it resumes, in every layout the same cache, and the values are the teacher's."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_kd.cache.reader import CacheReader
+from megatron_kd.cache.row import Row
+from megatron_kd.cache.verify import verify
+from megatron_kd.data.samples import open_samples
+from tests.assets import succeed, tiny_llama_folder
+from tests.e2e.road import captured_road, one_error_line
+from tests.warm import start, warm
+
+FP16_HALF_STEP = 2.0**-11
+"""Relative error of rounding to float16."""
+TOP_K = 20
+
+
+@pytest.fixture(scope="module")
+def road() -> Path:
+    return captured_road()
+
+
+def rows_of(cache: Path) -> list[Row]:
+    reader = CacheReader(cache)
+    return reader.read_many(range(len(reader)))
+
+
+def test_values_are_those_of_hugging_face_in_float64(road: Path) -> None:
+    """An oracle that shares no code: transformers' model in float64, log_softmax and topk of torch."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(tiny_llama_folder(), dtype=torch.float64)
+    samples, rows = open_samples(road / "samples"), rows_of(road / "cache")
+    assert len(rows) == len(samples) == 60
+    reordered = 0
+    for i, row in enumerate(rows):
+        tokens = torch.from_numpy(np.array(samples.tokens(i), np.int64))
+        np.testing.assert_array_equal(row.tokens, tokens.numpy())
+        with torch.no_grad():
+            exact = model(tokens[None]).logits[0].log_softmax(-1)
+        best, ids = exact.topk(TOP_K)
+        at_ids = exact.gather(1, torch.from_numpy(row.ids.astype(np.int64)))
+        # Each stored value is that of its own id; ranks may only trade places where the teacher nearly ties.
+        np.testing.assert_allclose(row.logprobs.astype(np.float64), at_ids, rtol=FP16_HALF_STEP, atol=2e-5)
+        np.testing.assert_allclose(row.logprobs.astype(np.float64), best, rtol=FP16_HALF_STEP, atol=2e-5)
+        reordered += int((ids.numpy() != row.ids).sum())
+        outside = exact.exp().sum(-1) - at_ids.exp().sum(-1)
+        np.testing.assert_allclose(np.exp(row.tail_logmass.astype(np.float64)), outside, rtol=1e-4, atol=1e-6)
+    assert reordered <= 60 * 48 * TOP_K * 0.001, f"{reordered} ids stand in another order"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, []),
+        (2, ["parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"]),
+        (1, ["teacher.capture.micro_batch_size=5", "teacher.capture.rows_per_shard=7"]),
+    ],
+    ids=["dp2", "tp2_sp", "other_batches"],
+)
+def test_every_layout_captures_the_same(road: Path, tmp_path: Path, ranks: int, layout: list[str]) -> None:
+    cache = tmp_path / "cache"
+    overrides = [f"teacher.cache={cache}", f"cluster.gpus_per_node={ranks}", *layout]
+    first, *others = start("capture", road / "recipe.yaml", *overrides, "--json", ranks=ranks).wait()
+    assert json.loads(succeed(first).stdout)["rows_captured"] == 60
+    assert all(succeed(other).stdout == "" for other in others), "figures are printed once"
+    assert verify(cache, "deep").ok
+    swapped = 0
+    for ours, theirs in zip(rows_of(cache), rows_of(road / "cache"), strict=True):
+        a, b = ours.logprobs.astype(np.float64), theirs.logprobs.astype(np.float64)
+        # The same float32 computation in another order may fall on the other side of one rounding step.
+        np.testing.assert_allclose(a, b, rtol=2 * FP16_HALF_STEP, atol=0)
+        np.testing.assert_allclose(ours.tail_logmass, theirs.tail_logmass, rtol=0, atol=1e-4)
+        unlike = ours.ids != theirs.ids
+        swapped += int(unlike.sum())
+        if unlike.any():  # only between neighbours that tie
+            gaps = np.minimum(np.abs(np.diff(b, axis=1, prepend=np.inf)), np.abs(np.diff(b, axis=1, append=-np.inf)))
+            last = np.arange(TOP_K) == TOP_K - 1  # it may tie with the first one that was not kept
+            assert np.all((gaps[unlike] <= 2e-3) | np.broadcast_to(last, unlike.shape)[unlike])
+    assert swapped <= 60 * 48 * TOP_K * 0.001
+
+
+def test_killed_at_random_moments_it_resumes(road: Path, tmp_path: Path) -> None:
+    """SIGKILL of a two-rank job: shards that were committed stay as they are, byte for byte and inode for inode."""
+    cache, seed = tmp_path / "cache", random.randrange(2**32)
+    chance = random.Random(seed)
+    arguments: list[str | Path] = [
+        "capture",
+        road / "recipe.yaml",
+        f"teacher.cache={cache}",
+        "teacher.capture.rows_per_shard=2",
+    ]
+    arguments += ["cluster.gpus_per_node=2", "--json"]
+    kills_midway = 0
+    done: set[str] = set()
+    for _ in range(12):
+        before = _identities(cache)
+        job = start(*arguments, ranks=2)
+        # The moment counts from the first sign of work, so that kills fall on shards and not on imports.
+        target = len(_commits(cache)) + chance.randrange(0, 5)
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and len(_commits(cache)) < min(target, 30) and not _all_done(cache):
+            time.sleep(0.001)
+        time.sleep(chance.random() * 0.02)
+        for pid in job.pids:
+            os.kill(pid, signal.SIGKILL)
+        codes = {rank.returncode for rank in job.wait(20)}
+        after = _identities(cache)
+        assert {name: after[name] for name in before} == before, f"seed {seed}: a committed shard was touched"
+        done = _commits(cache)
+        kills_midway += int(codes == {-signal.SIGKILL} and 0 < len(done) < 30)
+        if len(done) > 24:
+            break
+    assert kills_midway >= 2, f"seed {seed}: {kills_midway} kills fell between the first and the last shard"
+    assert len(done) < 30, f"seed {seed}: nothing was left to resume"
+    done_rows = warm("train", road / "recipe.yaml", f"teacher.cache={cache}", f"run_dir={tmp_path / 'run'}")
+    one_error_line(done_rows, str(cache), "lacks samples", "megatron-kd capture")
+
+    before = _identities(cache)
+    first, *_ = start(*arguments, ranks=2).wait()
+    report = json.loads(succeed(first).stdout)
+    assert report["rows_captured"] == 2 * (30 - len(done)), "only what is missing is done"
+    after = _identities(cache)
+    assert {name: after[name] for name in before} == before
+    assert verify(cache, "deep").ok
+    for ours, theirs in zip(rows_of(cache), rows_of(road / "cache"), strict=True):
+        np.testing.assert_array_equal(ours.ids, theirs.ids)
+        np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
+        np.testing.assert_array_equal(ours.tail_logmass, theirs.tail_logmass)
+        np.testing.assert_array_equal(ours.loss_mask, theirs.loss_mask)
+    again, *_ = start(*arguments, ranks=2).wait()
+    assert json.loads(succeed(again).stdout)["rows_captured"] == 0
+    assert _identities(cache) == after
+
+
+def _commits(cache: Path) -> set[str]:
+    folder = cache / "commits"
+    return {path.name for path in folder.glob("*.json")} if folder.is_dir() else set()
+
+
+def _all_done(cache: Path) -> bool:
+    return len(_commits(cache)) == 30
+
+
+def _identities(cache: Path) -> dict[str, tuple[int, int, int]]:
+    """Inode, modification time and size of every file of a committed shard, and of its record."""
+    found = {}
+    for name in _commits(cache):
+        record = cache / "commits" / name
+        attempt = cache / "shards" / json.loads(record.read_text())["attempt"]
+        for path in (record, *(path for path in attempt.rglob("*") if path.is_file())):
+            status = path.stat()
+            found[str(path)] = (status.st_ino, status.st_mtime_ns, status.st_size)
+    return found
