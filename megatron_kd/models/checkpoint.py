@@ -15,16 +15,17 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
 from megatron_kd.errors import CheckpointError
 from megatron_kd.files import fsync_directory, write_json
+from megatron_kd.models.checkpoint_files import check_files, one_line
 
 MODEL_NOTE = "model.json"
 LAYER_PREFIX = "decoder.layers."
@@ -98,15 +99,17 @@ def read_note(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has no {MODEL_NOTE}: not a checkpoint of megatron-kd, or an unfinished one"
         ) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even text
         raise CheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
+    if not isinstance(note, dict) or not isinstance(note.get("architecture"), dict):
+        raise CheckpointError(f"{path / MODEL_NOTE} is damaged: it does not describe a model")
     return note
 
 
 def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig, ignore: Sequence[str] = ()) -> None:
     """Raises CheckpointError naming the first field in which a checkpoint is of another model."""
     ours = model.model_dump(mode="json")
-    for field, theirs in note.get("architecture", {}).items():
+    for field, theirs in note["architecture"].items():
         if field not in _NOT_IDENTITY and field not in ignore and ours.get(field) != theirs:
             raise CheckpointError(
                 f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours.get(field)}"
@@ -125,18 +128,22 @@ def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: S
     with fail_together(f"reading {path}"):
         note = read_note(path)
         check_same_architecture(path, note, model, ignore=("num_layers",) if keep_layers is not None else ())
+        check_files(path)
     state = sharded_weights(built)
     if keep_layers is not None:
         state = _from_other_layers(state, keep_layers, int(note["architecture"]["num_layers"]))
-    try:
-        # A cut reads some layers of the checkpoint and leaves others: not every part is asked for exactly once.
-        loaded = dist_checkpointing.load({"model": state}, str(path), validate_access_integrity=keep_layers is None)
-    except (CheckpointingException, OSError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-    missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
-    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
-    if wrong:
-        raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
+    # Ranks read their own parts, so that damage may show on one alone.
+    with fail_together(f"loading {path}"):
+        try:
+            # A cut reads some layers of the checkpoint and leaves others: not every part is asked for exactly once.
+            loaded = dist_checkpointing.load({"model": state}, str(path), validate_access_integrity=keep_layers is None)
+        # torch's own error is a BaseException, and below it lies whatever a damaged file makes of pickle.
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{path} cannot be loaded: {one_line(error)}") from error
+        missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
+        wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+        if wrong:
+            raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
 
 
 def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers: int) -> dict[str, Any]:

@@ -51,6 +51,7 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
     if path.exists():
         note = read_note(path)
         check_same_architecture(path, note, model)
+        _check_same_source(path, note, model.hf)
         return ImportReport(path, int(note["parameters"]), note["weights_sha256"], reused=True)
     if model.hf is None:
         raise ConfigError(f"{role}.model.hf is not set: name a folder of safetensors or a GGUF file to import from")
@@ -76,6 +77,17 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
     }
     save_weights(built, model, path, note, before_publishing=lambda folder: tokenizer.save(folder / TOKENIZER_FOLDER))
     return ImportReport(path, note["parameters"], note["weights_sha256"], reused=False)
+
+
+def _check_same_source(path: Path, note: dict[str, Any], source: str | None) -> None:
+    """A checkpoint is reused only for the weights it was made from: a base model and its chat model look alike."""
+    if not {"source", "parameters", "weights_sha256"} <= note.keys():
+        raise CheckpointError(f"{path} exists and is not an imported model: choose another folder to import into")
+    if source is not None and note["source"] != source and Path(note["source"]).resolve() != Path(source).resolve():
+        raise CheckpointError(
+            f"{path} was imported from {note['source']!r}, the recipe names {source!r}: "
+            "choose another checkpoint folder, or remove this one"
+        )
 
 
 def tokenizer_source(recipe: Recipe) -> Path:
