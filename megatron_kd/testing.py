@@ -7,10 +7,12 @@ at the top level of a module), since every rank is a fresh process.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -63,6 +65,7 @@ def run_distributed(
                 if process.is_alive():
                     process.kill()
                 process.join()
+                _end_helpers(process.pid)
         results, failures = [], []
         for rank, process in enumerate(ranks):
             path = Path(folder) / f"{rank}.pt"
@@ -80,6 +83,13 @@ def run_distributed(
         return results
 
 
+def _end_helpers(rank_pid: int | None) -> None:
+    """Ends what a dead rank left behind: saving a checkpoint starts a process that outlives one that was killed."""
+    if rank_pid is not None:
+        with suppress(ProcessLookupError):
+            os.killpg(rank_pid, signal.SIGKILL)
+
+
 def _rank_main(
     fn: Callable[..., Any],
     rank: int,
@@ -89,6 +99,7 @@ def _rank_main(
     folder: str,
     args: tuple[Any, ...],
 ) -> None:
+    os.setpgid(0, 0)  # a process group of its own, by which _end_helpers finds the processes it starts
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     outcome: tuple[bool, Any]

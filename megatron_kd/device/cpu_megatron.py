@@ -102,6 +102,8 @@ def float_tensors_name_the_cuda_type() -> None:
 
     @functools.wraps(original)
     def type_(self: torch.Tensor, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(dtype, str):  # what another tensor's type() said: a.type(b.type()) is an idiom
+            dtype = dtype.replace("torch.cuda.", "torch.", 1)
         if dtype is not None:
             return original(self, dtype, *args, **kwargs)
         return original(self).replace("torch.", "torch.cuda.", 1)
@@ -128,6 +130,8 @@ def factories_build_cuda_tensors_on_cpu() -> None:
                 kwargs["device"] = "cpu"
             return factory(*args, **kwargs)
 
+        # Found by this name when it is pickled; the original's own is not to be found.
+        build.__module__, build.__qualname__ = "torch", factory.__name__
         return build
 
     for name in ("tensor", "zeros", "empty", "ones", "full", "arange"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.device.platform import current_device, is_cuda
-from megatron_kd.errors import KDError, RemoteRankError
+from megatron_kd.errors import RemoteRankError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
@@ -42,9 +41,7 @@ def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     if "RANK" in os.environ and "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, **options)
     else:
-        store = tempfile.NamedTemporaryFile(prefix="megatron-kd-store-", delete=False)  # noqa: SIM115
-        store.close()
-        dist.init_process_group(backend, init_method=f"file://{store.name}", rank=0, world_size=1, **options)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **options)
 
 
 def destroy_distributed() -> None:
@@ -54,12 +51,20 @@ def destroy_distributed() -> None:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the flag is set on any rank of the group. One all_reduce(MAX)."""
+    """Whether the flag is set on any rank of the group. One all_reduce(MAX).
+
+    Raises:
+        RemoteRankError: a rank died or did not answer in time.
+    """
     if not dist.is_initialized():
         return flag
     value = torch.tensor([int(flag)], dtype=torch.int32, device=current_device())
-    dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-    return bool(value.item())
+    try:
+        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
+        return bool(value.item())
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise RemoteRankError(f"a rank of this job died or no longer answers; look at its log ({reason})") from error
 
 
 @contextmanager
@@ -69,16 +74,21 @@ def fail_together(what: str) -> Iterator[None]:
     The block itself must hold no collective. Collective: one all_reduce when it ends.
 
     Raises:
-        KDError: this rank's own error.
+        Exception: this rank's own error, of whatever kind: one that were let through here would leave the others
+            waiting for this rank until the timeout.
         RemoteRankError: this rank was fine, another was not.
     """
-    error: BaseException | None = None
+    error: Exception | None = None
     try:
         yield
-    except (KDError, OSError, ValueError) as caught:
+    except Exception as caught:
         error = caught
-    failed = any_rank(error is not None)
     if error is not None:
+        try:
+            any_rank(True)
+        except RemoteRankError as dead:
+            raise error from dead
         raise error
+    failed = any_rank(False)
     if failed:
         raise RemoteRankError(f"{what} failed on another rank; its message says why")

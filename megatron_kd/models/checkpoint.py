@@ -28,6 +28,7 @@ from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
 from megatron_kd.errors import CheckpointError
 from megatron_kd.files import fsync_directory, write_json
+from megatron_kd.models.checkpoint_files import check_files, one_line
 
 MODEL_NOTE = "model.json"
 LAYER_PREFIX = "decoder.layers."
@@ -65,11 +66,30 @@ def write_sharded(state: dict[str, Any], partial: Path, final: Path, metadata: d
     try:
         dist_checkpointing.save(state, str(partial), content_metadata=metadata)
     except (CheckpointingException, CheckpointException, OSError) as error:
-        reason = str(error).strip().splitlines()[-1]
         raise CheckpointError(
-            f"{final} could not be written ({reason}): check that {partial.parent} has room and may be written; "
+            f"{final} could not be written ({one_line(error)}): check that {partial.parent} has room and may be written; "
             "nothing stands under its name"
         ) from error
+
+
+def read_sharded(state: dict[str, Any], path: Path, *, every_part_once: bool = True) -> dict[str, Any]:
+    """Megatron-Core's load of what a sharded state dict asks for. Collective.
+
+    Raises:
+        CheckpointError: on every rank, where a file is missing or damaged for one.
+    """
+    with fail_together(f"reading {path}"):
+        check_files(path)
+    # Ranks read their own parts, so that damage may show on one alone.
+    with fail_together(f"loading {path}"):
+        try:
+            loaded: dict[str, Any] = dist_checkpointing.load(
+                state, str(path), validate_access_integrity=every_part_once
+            )
+        # torch's own error is a BaseException, and below it lies whatever a damaged file makes of pickle.
+        except (Exception, CheckpointException) as error:
+            raise CheckpointError(f"{path} is damaged or of another model: {one_line(error)}") from error
+    return loaded
 
 
 def _keep_results_in_process() -> None:
@@ -129,15 +149,17 @@ def read_note(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path} has no {MODEL_NOTE}: not a checkpoint of megatron-kd, or an unfinished one"
         ) from None
-    except json.JSONDecodeError as error:
+    except ValueError as error:  # not JSON, or not even text
         raise CheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
+    if not isinstance(note, dict) or not isinstance(note.get("architecture"), dict):
+        raise CheckpointError(f"{path / MODEL_NOTE} is damaged: it does not describe a model")
     return note
 
 
 def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig, ignore: Sequence[str] = ()) -> None:
     """Raises CheckpointError naming the first field in which a checkpoint is of another model."""
     ours = model.model_dump(mode="json")
-    for field, theirs in note.get("architecture", {}).items():
+    for field, theirs in note["architecture"].items():
         if field not in _NOT_IDENTITY and field not in ignore and ours.get(field) != theirs:
             raise CheckpointError(
                 f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours.get(field)}"
@@ -159,15 +181,13 @@ def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: S
     state = sharded_weights(built)
     if keep_layers is not None:
         state = _from_other_layers(state, keep_layers, int(note["architecture"]["num_layers"]))
-    try:
-        # A cut reads some layers of the checkpoint and leaves others: not every part is asked for exactly once.
-        loaded = dist_checkpointing.load({"model": state}, str(path), validate_access_integrity=keep_layers is None)
-    except (CheckpointingException, OSError, KeyError) as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
-    missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
-    wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
-    if wrong:
-        raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
+    # A cut reads some layers of the checkpoint and leaves others: not every part is asked for exactly once.
+    loaded = read_sharded({"model": state}, path, every_part_once=keep_layers is None)
+    with fail_together(f"loading {path}"):
+        missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
+        wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
+        if wrong:
+            raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
 
 
 def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers: int) -> dict[str, Any]:

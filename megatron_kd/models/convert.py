@@ -52,6 +52,7 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
     if path.exists():
         note = read_note(path)
         check_same_architecture(path, note, model)
+        _check_same_source(path, note, model.hf)
         return ImportReport(path, int(note["parameters"]), note["weights_sha256"], reused=True)
     if model.hf is None:
         raise ConfigError(f"{role}.model.hf is not set: name a folder of safetensors or a GGUF file to import from")
@@ -83,6 +84,17 @@ def _padding(model: ModelConfig) -> int:
     """Parameters in the rows that one rank adds to the vocabulary; they are nobody's weights."""
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     return (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.hidden_size * matrices
+
+
+def _check_same_source(path: Path, note: dict[str, Any], source: str | None) -> None:
+    """A checkpoint is reused only for the weights it was made from: a base model and its chat model look alike."""
+    if not {"source", "parameters", "weights_sha256"} <= note.keys():
+        raise CheckpointError(f"{path} exists and is not an imported model: choose another folder to import into")
+    if source is not None and note["source"] != source and Path(note["source"]).resolve() != Path(source).resolve():
+        raise CheckpointError(
+            f"{path} was imported from {note['source']!r}, the recipe names {source!r}: "
+            "choose another checkpoint folder, or remove this one"
+        )
 
 
 def tokenizer_source(recipe: Recipe) -> Path:

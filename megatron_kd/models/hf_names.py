@@ -53,7 +53,7 @@ def _query_key_value(tensors: list[Tensor], model: ModelConfig) -> Tensor:
     groups, d = model.num_query_groups, model.kv_channels
     q, k, v = (t.reshape(groups, -1, t.shape[-1]) for t in tensors)
     if q.shape[1] * groups != model.num_attention_heads * d:
-        raise ValueError(f"the query weight has {q.shape[1] * groups} rows, heads × head size is otherwise")
+        raise ValueError(f"{q.shape[1] * groups} query rows for {model.num_attention_heads} heads of {d} channels")
     return torch.cat((q, k, v), dim=1).reshape(-1, tensors[0].shape[-1])
 
 
@@ -121,9 +121,16 @@ def name_of(template: str, layer: int | None) -> str:
 
 
 def merged(entry: Entry, layer: int | None, read: Reader, model: ModelConfig, padded_vocab: int) -> Tensor:
-    """The whole Megatron tensor of an entry; vocabulary-sharded ones are padded with zero rows to ``padded_vocab``."""
+    """The whole Megatron tensor of an entry; vocabulary-sharded ones are padded with zero rows to ``padded_vocab``.
+
+    Raises:
+        ValueError, RuntimeError: where the tensors do not have the shapes of the model.
+    """
     tensor = entry.merge([read(name_of(name, layer)) for name in entry.hf], model)
-    if entry in (EMBEDDING, HEAD) and padded_vocab > tensor.shape[0]:
+    if entry in (EMBEDDING, HEAD):
+        # Fewer or more rows would vanish in the padding unseen.
+        if tensor.shape[0] != model.vocab_size:
+            raise ValueError(f"{tensor.shape[0]} rows for a vocabulary of {model.vocab_size}")
         tensor = torch.cat((tensor, tensor.new_zeros(padded_vocab - tensor.shape[0], tensor.shape[1])))
     return tensor
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,19 +63,17 @@ class SafetensorsFolder:
     """A folder as ``save_pretrained`` writes it: config.json and one or many safetensors files."""
 
     def __init__(self, path: Path) -> None:
-        """Raises CheckpointError where the folder holds no safetensors."""
+        """Raises CheckpointError where the folder holds no safetensors, or an unreadable one."""
         self.path = path
         index = path / "model.safetensors.index.json"
         if index.exists():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            files = _read_json(index).get("weight_map")
+            if not isinstance(files, dict):
+                raise CheckpointError(f"{index} has no weight_map: fetch it again")
+            self._files: dict[str, str] = files
         elif (path / "model.safetensors").exists():
-            try:
-                with safe_open(path / "model.safetensors", "pt") as file:
-                    self._files = dict.fromkeys(file.keys(), "model.safetensors")
-            except SafetensorError as error:
-                raise CheckpointError(
-                    f"{path / 'model.safetensors'} is damaged or not a safetensors file ({error}): copy it again"
-                ) from error
+            with self._open("model.safetensors") as file:
+                self._files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
             raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
 
@@ -83,16 +83,33 @@ class SafetensorsFolder:
     def read(self, name: str) -> Tensor:
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; its architecture is not the recipe's")
-        with safe_open(self.path / self._files[name], "pt") as file:
+        with self._open(self._files[name]) as file:
             tensor: Tensor = file.get_tensor(name)
         return tensor
+
+    @contextmanager
+    def _open(self, name: str) -> Iterator[Any]:
+        try:
+            with safe_open(self.path / name, "pt") as file:
+                yield file
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path / name} is missing or damaged ({error}): fetch it again") from error
 
     def config(self) -> dict[str, Any]:
         file = self.path / "config.json"
         if not file.exists():
             raise CheckpointError(f"{self.path} has no config.json")
-        loaded: dict[str, Any] = json.loads(file.read_text())
-        return loaded
+        return _read_json(file)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        loaded = json.loads(file.read_text())
+    except ValueError as error:
+        raise CheckpointError(f"{file} is damaged ({error}): fetch it again") from error
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{file} is damaged (not a mapping): fetch it again")
+    return loaded
 
 
 class GGUFFile:
@@ -102,7 +119,10 @@ class GGUFFile:
         from transformers import AutoModelForCausalLM
 
         self.path = path
-        model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+        except Exception as error:  # a reader of bytes: a damaged file can make anything of it
+            raise CheckpointError(f"{path} cannot be read as GGUF ({error}): fetch it again") from error
         self._state: dict[str, Tensor] = model.state_dict()
         self._config: dict[str, Any] = model.config.to_dict()
 
@@ -134,5 +154,5 @@ def weights_sha256(weights: HFWeights) -> str:
     for name in weights.names():
         tensor = weights.read(name).contiguous()
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.view(torch.uint8).numpy().tobytes() if tensor.numel() else b"")
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()

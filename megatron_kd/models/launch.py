@@ -14,11 +14,22 @@ from megatron_kd.device import init_distributed, select_device
 from megatron_kd.models.parallel import ParallelGroups, init_model_parallel
 
 
+def usable_cores() -> int:
+    """Cores this process may run on; all of them where the system does not tell (macOS)."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 def set_threads(recipe: Recipe) -> None:
-    """Shares the cores of this machine among its ranks, unless the recipe or OMP_NUM_THREADS says how many."""
+    """Shares the cores of this machine among its ranks, unless the recipe or OMP_NUM_THREADS says how many.
+
+    torchrun sets OMP_NUM_THREADS to 1 where nobody did: among several ranks a 1 says nothing.
+    """
     threads = recipe.training.threads
-    if threads is None and ("OMP_NUM_THREADS" not in os.environ or recipe.world_size > 1):
-        threads = max(1, len(os.sched_getaffinity(0)) // recipe.cluster.gpus_per_node)
+    asked = os.environ.get("OMP_NUM_THREADS")
+    if threads is None and (asked is None or (asked == "1" and recipe.world_size > 1)):
+        threads = max(1, usable_cores() // recipe.cluster.gpus_per_node)
     if threads is not None:
         torch.set_num_threads(threads)
 

@@ -145,12 +145,32 @@ def _local_top(logits: Tensor, top_k: int, vocab_start: int) -> tuple[Tensor, Te
     """The best min(K, real) of this shard, filled up to K with −inf so that all ranks gather equal shapes."""
     count = min(top_k, logits.shape[1])
     values, columns = torch.topk(logits, count, dim=1)
+    if count:
+        columns = _lowest_of_equals(logits, values, columns)
     ids = columns + vocab_start
     if count < top_k:
         missing = (logits.shape[0], top_k - count)
         values = torch.cat((values, values.new_full(missing, -math.inf)), dim=1)
         ids = torch.cat((ids, ids.new_full(missing, -1)), dim=1)
     return values, ids
+
+
+def _lowest_of_equals(logits: Tensor, values: Tensor, columns: Tensor) -> Tensor:
+    """The columns [c, K] with the lower ones chosen where more logits equal the K-th than there is room for.
+
+    ``torch.topk`` takes any of them, not the same ones on every device or in every sharding.
+    """
+    last = values[:, -1:]
+    room = (values == last).sum(dim=1)
+    crowded = ((logits == last).sum(dim=1) > room).nonzero()[:, 0]
+    if not len(crowded):
+        return columns
+    equal = logits[crowded] == last[crowded]
+    chosen = equal & (equal.cumsum(dim=1, dtype=torch.int32) <= room[crowded, None])
+    columns = columns.clone()
+    # The values descend, so that those equal to the last stand at the end of the row.
+    columns[crowded] = columns[crowded].masked_scatter(values[crowded] == last[crowded], chosen.nonzero()[:, 1])
+    return columns
 
 
 def _global_top(values: Tensor, ids: Tensor, top_k: int, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,6 @@ that name only when all ranks have written their parts.
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import shutil
 from pathlib import Path
@@ -16,11 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import current_device, fail_together
@@ -32,6 +28,7 @@ from megatron_kd.models.checkpoint import (
     make_partial_directory,
     publish_directory,
     read_note,
+    read_sharded,
     sharded_weights,
     write_sharded,
 )
@@ -43,16 +40,6 @@ PARTIAL = ".partial"
 _REMOVED = ".removed"
 _SETTINGS = ("betas", "eps", "max_lr", "min_lr")  # of an optimizer's parameter group; the schedule sets lr and decay
 _NAME = re.compile(r"^iter_(\d{7,})$")
-# What reading a damaged file of a checkpoint can raise.
-_DAMAGE = (
-    CheckpointingException,
-    CheckpointException,
-    OSError,
-    KeyError,
-    ValueError,
-    EOFError,
-    pickle.UnpicklingError,
-)
 # The form of the optimizer state that loads in any layout; the default one of Megatron-Core no longer loads at all.
 _SHARDING = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
@@ -148,12 +135,6 @@ def _prune(run_dir: Path, keep: int) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _reason(error: BaseException) -> str:
-    """The last line of what is often a page: the cause."""
-    lines = str(error).strip().splitlines()
-    return lines[-1].strip() if lines else type(error).__name__
-
-
 def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, path: Path) -> None:
     """Restores model, optimizer, schedule, position in the data and, in the same layout, random states. Collective.
 
@@ -168,13 +149,9 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         progress = read_progress(path)
     same_layout = progress["tensor_model_parallel_size"] == groups.tp_size
     try:
-        state = dist_checkpointing.load(
-            _sharded_state(student, groups, is_loading=True, same_layout=same_layout), str(path)
-        )
-    except _DAMAGE as error:
-        raise CheckpointError(
-            f"{path} is damaged ({_reason(error)}): remove it, and the run goes on from the checkpoint before it"
-        ) from error
+        state = read_sharded(_sharded_state(student, groups, is_loading=True, same_layout=same_layout), path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; remove it, and the run goes on from the checkpoint before it") from error
     student.model.module.load_state_dict(state["model"], strict=False)
     _load_optimizer(student.optimizer, state["optimizer"])
     student.scheduler.load_state_dict(state["scheduler"])

@@ -1,0 +1,59 @@
+"""Top-K extraction over a sharded head equals the extraction over the whole one."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
+from megatron_kd.testing import run_distributed
+from tests.unit.test_teacher_topk import check
+
+# Rows of a shard, vocabulary, K: an even split, K above a shard, a shard that is all padding, and all of it kept.
+CASES = [(30, 0, 10), (8, 2, 25), (20, 25, 40), (10, 12, 15), (3, 3, 5)]
+
+
+def sharded_rank(rank: int, world: int) -> list[list[torch.Tensor]]:
+    """Everything extracted in each case, checked against the float64 oracle, and equal to one rank's."""
+    results = []
+    for tp in (2, 4):
+        group = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)][rank // tp]
+        for rows, padding, wanted in CASES:
+            generator = torch.Generator().manual_seed(rows)
+            vocab = rows * tp - padding
+            top_k = min(wanted, vocab)
+            hidden = torch.randn(9, 6, generator=generator)
+            head = torch.randn(rows * tp, 6, generator=generator)
+            head[vocab:] = 50.0
+            head[vocab // 2 : vocab // 2 + 4] = head[0]  # ties, over the border of two shards
+            start = rank % tp * rows
+            got = extract_top_k(
+                hidden,
+                head[start : start + rows],
+                top_k,
+                vocab_size=vocab,
+                vocab_start=start,
+                temperature=2.0,
+                extra_temperatures=(1.0,),
+                group=group,
+                chunk_bytes=4 * rows * 4,
+            )
+            check(got, hidden, head[:vocab], 2.0, atol=5e-5)
+            alone = extract_top_k(hidden, head, top_k, vocab_size=vocab, temperature=2.0)
+            assert torch.equal(got.targets.ids, alone.targets.ids), (tp, rows, padding)
+            results.append(parts(got))
+    return results
+
+
+def parts(got: ExtractedTopK) -> list[torch.Tensor]:
+    """All tensors of an extraction."""
+    targets = got.targets
+    return [targets.ids, targets.logprobs, targets.tail_logmass, *got.log_normalizers[1.0]]
+
+
+def test_shards_give_the_whole_answer_on_every_rank() -> None:
+    first, *others = run_distributed(sharded_rank, 4)
+    assert len(first) == 2 * len(CASES)
+    for other in others:
+        for ours, theirs in zip(first, other, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,103 @@
+"""The model on a GPU, with Transformer Engine and without, against the same weights on the CPU; teacher extraction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_kd.config import ModelConfig
+from megatron_kd.testing import run_distributed
+from tests.models_oracles import grouped_model, random_hf_model, write_oracle
+
+# Head sizes that attention kernels take; otherwise the grouped Llama.
+CHANGES: dict[str, Any] = {"kv_channels": 16, "hidden_size": 64, "ffn_hidden_size": 96}
+
+
+def cuda_rank(
+    rank: int, world: int, folder: str, transformer_engine: bool, precision: Any, tp: int
+) -> dict[str, float]:
+    """Errors of logits (of their spread) and, in float32, of gradients, against Hugging Face on the CPU."""
+    from megatron_kd.config import ParallelismConfig
+    from megatron_kd.device import is_cuda, select_device
+    from megatron_kd.models import spec
+    from megatron_kd.models.build import build_model
+    from megatron_kd.models.hf_source import open_hf_weights
+    from megatron_kd.models.load import load_hf_weights
+    from megatron_kd.models.parallel import init_model_parallel
+
+    device = select_device("h200")
+    assert is_cuda()
+    if not transformer_engine:
+        spec.use_transformer_engine = lambda: False
+    model: ModelConfig = grouped_model(**CHANGES)
+    layout = ParallelismConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
+    groups = init_model_parallel(layout, seed=1)
+    built = build_model(model, layout, groups, precision, trainable=True)
+    load_hf_weights(built, model, open_hf_weights(folder), groups.tp_rank, groups.tp_size)
+    oracle = torch.load(Path(folder) / "oracle.pt")
+    tokens = oracle["tokens"].to(device)
+    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
+    local = built(tokens, positions, None)
+    parts = [local]
+    if groups.tp_group is not None:
+        parts = [torch.empty_like(local) for _ in range(tp)]
+        torch.distributed.all_gather(parts, local.detach().contiguous(), group=groups.tp_group)
+    logits = torch.cat(parts, dim=-1)[..., : model.vocab_size].float()
+    figures = {"logits": float((logits.detach().cpu() - oracle["logits"]).abs().max() / oracle["logits"].std())}
+    if tp == 1:
+        labels = oracle["labels"].flatten().to(device)
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum").backward()
+        gradient = built.output_layer.weight.grad[: model.vocab_size].float().cpu()
+        expected = oracle["grads"]["lm_head.weight"]
+        figures["gradient"] = float((gradient - expected).abs().max() / expected.abs().max())
+    return figures
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Weights and oracle of the model."""
+    path = tmp_path_factory.mktemp("model")
+    built = random_hf_model(grouped_model(**CHANGES))
+    built.save_pretrained(path)
+    return str(write_oracle(built, path, grouped_model().vocab_size))
+
+
+def require_transformer_engine() -> None:
+    """Skips where Transformer Engine is not installed."""
+    pytest.importorskip("transformer_engine.pytorch")
+
+
+# TF32 and half-precision attention kernels round more than float32 does.
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-2), ("bf16", 1e-1)])
+@pytest.mark.parametrize("transformer_engine", [False, True], ids=["local", "transformer engine"])
+def test_the_model_computes_what_it_does_on_the_cpu(
+    folder: str, transformer_engine: bool, precision: str, tolerance: float
+) -> None:
+    if transformer_engine:
+        require_transformer_engine()
+    (figures,) = run_distributed(cuda_rank, 1, folder, transformer_engine, precision, 1, backend="nccl")
+    assert set(figures) == {"logits", "gradient"}
+    assert max(figures.values()) < tolerance, figures
+
+
+def test_two_gpus_share_the_model(folder: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for figures in run_distributed(cuda_rank, 2, folder, False, "fp32", 2, backend="nccl"):
+        assert figures["logits"] < 2e-2, figures
+
+
+def test_top_k_extraction_equals_float64() -> None:
+    from megatron_kd.teacher.topk import extract_top_k
+    from tests.unit.test_teacher_topk import oracle
+
+    generator = torch.Generator().manual_seed(8)
+    hidden = torch.randn(70, 64, generator=generator).bfloat16()
+    head = torch.randn(1024, 64, generator=generator).bfloat16()
+    got = extract_top_k(hidden.cuda(), head.cuda(), 20, vocab_size=1000, chunk_bytes=4 * 1024 * 16).targets
+    _, logprobs, tail = oracle(hidden, head[:1000], 20, 1.0)
+    torch.testing.assert_close(got.logprobs.double().cpu(), logprobs, rtol=0, atol=1e-4)
+    torch.testing.assert_close(got.tail_logmass.double().cpu(), tail, rtol=0, atol=1e-4)
