@@ -67,8 +67,8 @@ def write_sharded(state: dict[str, Any], partial: Path, final: Path, metadata: d
         dist_checkpointing.save(state, str(partial), content_metadata=metadata)
     except (CheckpointingException, CheckpointException, OSError) as error:
         raise CheckpointError(
-            f"{final} could not be written ({one_line(error)}): check that {partial.parent} has room and may be written; "
-            "nothing stands under its name"
+            f"{final} could not be written ({one_line(error)}): check that {partial.parent} has room and "
+            "may be written; nothing stands under its name"
         ) from error
 
 

@@ -92,7 +92,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "one file empty": (lambda path: (path / "__1_0.distcp").write_bytes(b""), "__1_0.distcp has 0 bytes of"),
     "one file of zeros": (
         lambda path: (path / "__1_0.distcp").write_bytes(bytes((path / "__1_0.distcp").stat().st_size)),
-        "cannot be loaded",
+        "is damaged or of another model",
     ),
 }
 OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
