@@ -40,8 +40,8 @@ def problem(dtype: torch.dtype) -> dict[str, Any]:
 
 def run(given: dict[str, Any], kind: str, name: str, mode: str, device: str, dtype: torch.dtype) -> list[Tensor]:
     """The loss per token and, where the mode makes them, the gradients of hidden states and head; on the CPU."""
-    hidden = given["hidden"].to(device, dtype).requires_grad_(mode != "no_grad")
-    head = given["head"].to(device, dtype).requires_grad_(mode not in ("no_grad", "frozen_head"))
+    hidden = given["hidden"].detach().to(device, dtype, copy=True).requires_grad_(mode != "no_grad")
+    head = given["head"].detach().to(device, dtype, copy=True).requires_grad_(mode not in ("no_grad", "frozen_head"))
     weights = given["weights"].to(device)
     if kind == "topk":
         output = IMPLEMENTATIONS[name].topk(

@@ -19,6 +19,7 @@ from megatron_kd.device import select_device
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models import hf_names
 from megatron_kd.models.build import build_model, parameter_count
+from megatron_kd.models.convert import _check_same_source
 from megatron_kd.models.flops import forward_flops_per_token, training_flops_per_token
 from megatron_kd.models.hf_source import SafetensorsFolder, open_hf_weights, weights_sha256
 from megatron_kd.models.load import check_architecture, load_hf_weights
@@ -312,3 +313,13 @@ def test_parameter_count_includes_padding(groups: Any) -> None:
     assert parameter_count(built) == 384 * 48 + 3 * layer + 48
     assert {p.dtype for p in built.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in built.parameters())
+
+
+def test_an_import_is_reused_only_for_its_own_source(tmp_path: Path) -> None:
+    note = {"source": str(tmp_path / "base"), "parameters": 1, "weights_sha256": "0"}
+    _check_same_source(tmp_path, note, str(tmp_path / "x" / ".." / "base"))
+    _check_same_source(tmp_path, note, None)
+    with pytest.raises(CheckpointError, match=r"was imported from .*base.*, the recipe names .*chat"):
+        _check_same_source(tmp_path, note, str(tmp_path / "chat"))
+    with pytest.raises(CheckpointError, match="is not an imported model"):
+        _check_same_source(tmp_path, {"architecture": {}}, str(tmp_path / "base"))
