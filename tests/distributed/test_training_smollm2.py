@@ -35,7 +35,7 @@ def _recipe(folder: Path) -> Path:
 def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"gradients": {}}
     if world == 1:
-        make_inputs(recipe_in(recipe, ALONE), with_import=False)
+        make_inputs(recipe_in(recipe, ALONE), with_import=False, masked=False)
         for name, overrides in METHODS.items():
             trainer = Trainer(recipe_in(recipe, ALONE, "optimizer.clip_grad=0", *overrides))
             trainer.step()
