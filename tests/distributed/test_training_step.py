@@ -245,7 +245,7 @@ def _damaged_rank(rank: int, world: int, recipe_file: Path, copies: dict[str, Pa
 
 
 def test_damage_ends_all_ranks_with_one_message(recipe: Path, found: dict[str, Any], tmp_path: Path) -> None:
-    """A row in the middle of training and in evaluation, and a disk full for the first rank: the other must not wait."""
+    """A row in the middle of training and in evaluation, and a full disk: the other rank must not wait."""
     loaded = recipe_in(recipe, ALONE)
     samples = SampleSet(loaded.data.samples)
     order = SampleOrder(samples.split("train"), seed=loaded.seed, shuffle=True, global_batch_size=4)
