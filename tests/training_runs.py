@@ -63,8 +63,8 @@ def leave_layout() -> None:
     parallel_state.destroy_model_parallel()
 
 
-def prepare_masked(recipe: Recipe) -> None:
-    """Prepares the corpus, then masks a random beginning of each row, as prompts are: rows of 2 to L − 1 tokens."""
+def prepare_rows(recipe: Recipe, *, masked: bool) -> None:
+    """Prepares the corpus; with ``masked`` a random beginning of each row is masked, as prompts are."""
     from megatron_kd.data.packing import PackedRow
     from megatron_kd.data.prepare import prepare
     from megatron_kd.data.sample_writer import write_samples
@@ -73,7 +73,7 @@ def prepare_masked(recipe: Recipe) -> None:
 
     data = recipe.data
     assert data.corpus is not None
-    plain = Path(f"{data.samples}.plain")
+    plain = Path(f"{data.samples}.plain" if masked else data.samples)
     samples = prepare(
         corpus_format=data.corpus.format,
         tokenizer=load_tokenizer(tokenizer_source(recipe)),
@@ -84,9 +84,11 @@ def prepare_masked(recipe: Recipe) -> None:
         seed=recipe.seed,
         progress=False,
     )
+    if not masked:
+        return
     draw = np.random.default_rng(MASK_SEED)
 
-    def masked(ids: range) -> Iterator[PackedRow]:
+    def with_prompts(ids: range) -> Iterator[PackedRow]:
         for i in ids:
             mask = samples.loss_mask(i).copy()
             mask[: draw.integers(0, data.seq_length - 3)] = 0
@@ -94,7 +96,7 @@ def prepare_masked(recipe: Recipe) -> None:
 
     write_samples(
         Path(data.samples),
-        {name: masked(ids) for name, ids in samples.splits.items()},
+        {name: with_prompts(ids) for name, ids in samples.splits.items()},
         seq_length=data.seq_length,
         packing=data.packing,
         tokenizer_identity=samples.tokenizer_identity,
@@ -104,14 +106,14 @@ def prepare_masked(recipe: Recipe) -> None:
     shutil.rmtree(plain)
 
 
-def make_inputs(recipe: Recipe, *, with_import: bool = True) -> None:
-    """Teacher, masked samples and cache of a recipe on one rank."""
+def make_inputs(recipe: Recipe, *, with_import: bool = True, masked: bool = True) -> None:
+    """Teacher, samples and cache of a recipe on one rank."""
     from megatron_kd.models.convert import import_model
     from megatron_kd.teacher.capture import capture
 
     if with_import:
         import_model(recipe, "teacher", show_progress=False)
-    prepare_masked(recipe)
+    prepare_rows(recipe, masked=masked)
     capture(recipe, show_progress=False)
 
 

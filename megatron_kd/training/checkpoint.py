@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.device import current_device, fail_together
+from megatron_kd.device import any_rank, current_device, fail_together
 from megatron_kd.errors import CheckpointError
 from megatron_kd.files import write_json
 from megatron_kd.models.checkpoint import (
@@ -100,7 +100,7 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     path = checkpoint_path(run_dir, student.iteration)
     with fail_together(f"saving {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists():
+    if any_rank(path.exists()):
         return path
     partial = make_partial_directory(path)
     state = _sharded_state(student, groups, is_loading=False, same_layout=True)

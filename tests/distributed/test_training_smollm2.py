@@ -19,7 +19,11 @@ ALONE, THREE = Layout(1), Layout(3, tp=3, sp=True)
 
 
 def _recipe(folder: Path) -> Path:
-    """The demo's recipe but for rows of 24 tokens, one a step; learning rate and schedule are the demo's."""
+    """The demo's recipe but for rows of 24 tokens, one a step, and a tenth of its learning rate.
+
+    So short a batch makes noise of the gradient, which Adam turns into steps of full size: at the demo's 1e-3 the
+    losses still agree within 4e-5, the gradient norms within 9e-5, too near to 1e-4 to hold on every processor.
+    """
     model = yaml.safe_load((ROOT / "configs/models/smollm2_135m.yaml").read_text())
     data = {"seq_length": LENGTH, "train_tokens": STEPS * LENGTH, "heldout_tokens": None}
     return tiny_recipe(
@@ -28,14 +32,14 @@ def _recipe(folder: Path) -> Path:
         teacher={"model": model, "checkpoint": str(smollm2_checkpoint()), "top_k": 100},
         student={"from_teacher": {"keep_layers": list(range(0, 30, 3))}},
         training={"global_batch_size": 1, "train_iters": 66},
-        optimizer={"lr": 1e-3, "min_lr": 1e-4, "lr_warmup_iters": 5},
+        optimizer={"lr": 1e-4, "min_lr": 1e-5, "lr_warmup_iters": 5},
     )
 
 
 def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"gradients": {}}
     if world == 1:
-        make_inputs(recipe_in(recipe, ALONE), with_import=False)
+        make_inputs(recipe_in(recipe, ALONE), with_import=False, masked=False)
         for name, overrides in METHODS.items():
             trainer = Trainer(recipe_in(recipe, ALONE, "optimizer.clip_grad=0", *overrides))
             trainer.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import signal
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from megatron_kd.data.batches import make_batch
 from megatron_kd.data.sampler import SampleOrder
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.errors import CacheError, KDError, RemoteRankError
+from megatron_kd.errors import CacheError, CheckpointError, KDError, RemoteRankError
 from megatron_kd.testing import run_distributed
 from tests.assets import tiny_recipe
 from tests.distributed.test_training_methods import gradient_error
@@ -201,6 +202,31 @@ def _damage(cache: Path, sample: int) -> None:
     file.write_bytes(data)
 
 
+def _full_disk(recipe: Path, rank: int) -> tuple[list[str], list[str]]:
+    """A save in which the first rank may write no more than 4 KiB a file, then one in which it may."""
+    import resource
+
+    from megatron_kd.training.checkpoint import save_checkpoint
+
+    trainer = Trainer(recipe_in(recipe, PAIR))
+    trainer.step()
+    run_dir = recipe.parent / "full_disk"
+    said, present = [], []
+    for limit in (4096, resource.RLIM_INFINITY):
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # the write then fails with EFBIG, as it does on a full disk
+        if rank == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        try:
+            save_checkpoint(trainer.student, trainer.recipe.student.model, trainer.session.groups, run_dir, keep=2)
+            said.append("saved")
+        except (CheckpointError, RemoteRankError, OSError) as error:
+            said.append(str(error))
+        except Exception:
+            said.append(traceback.format_exc())
+        present.append(" ".join(path.name for path in (run_dir / "checkpoints").glob("iter_*")))
+    return said, present
+
+
 def _damaged_rank(rank: int, world: int, recipe_file: Path, copies: dict[str, Path]) -> dict[str, Any]:
     from megatron_kd.training.loop import train
 
@@ -214,11 +240,12 @@ def _damaged_rank(rank: int, world: int, recipe_file: Path, copies: dict[str, Pa
             outcome[name] = (type(error).__name__, str(error))
         except Exception:
             outcome[name] = ("something else", traceback.format_exc())
+    outcome["full disk"] = _full_disk(recipe_file, rank)
     return outcome
 
 
-def test_a_damaged_row_ends_all_ranks_with_its_number(recipe: Path, found: dict[str, Any], tmp_path: Path) -> None:
-    """In the middle of training and in evaluation. One rank reads the row, the other must not wait for it."""
+def test_damage_ends_all_ranks_with_one_message(recipe: Path, found: dict[str, Any], tmp_path: Path) -> None:
+    """A row in the middle of training and in evaluation, and a full disk: the other rank must not wait."""
     loaded = recipe_in(recipe, ALONE)
     samples = SampleSet(loaded.data.samples)
     order = SampleOrder(samples.split("train"), seed=loaded.seed, shuffle=True, global_batch_size=4)
@@ -227,9 +254,14 @@ def test_a_damaged_row_ends_all_ranks_with_its_number(recipe: Path, found: dict[
     for name, copy in copies.items():
         shutil.copytree(str(loaded.teacher.cache), copy)
         _damage(copy, rows[name])
-    first, second = run_distributed(_damaged_rank, 2, recipe, copies)  # the rows are those of the second rank
+    ranks = run_distributed(_damaged_rank, 2, recipe, copies)
+    first, second = ranks  # the rows are those of the second rank
     for name, copy in copies.items():
         assert first[name][0] == "RemoteRankError" and "on another rank; its message says why" in first[name][1]
         assert second[name][0] == "CacheError"
         assert second[name][1].startswith(f"sample {rows[name]} of {copy} cannot be used")
     assert len((Path(f"{copies['training']}.run") / "metrics.jsonl").read_text().splitlines()) == BAD_STEP
+    for rank in ranks:
+        (failed, saved), present = rank["full disk"]
+        assert "could not be written" in failed and "\n" not in failed, failed
+        assert (saved, present) == ("saved", ["", "iter_0000001"])
