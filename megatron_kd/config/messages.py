@@ -29,7 +29,8 @@ def explain(error: ValidationError, schema: type[BaseModel], source: Callable[[K
         joint = detail["type"] == "missing" or (detail["type"] == "value_error" and _section(key, schema) is not None)
         where = document if joint else source(key)
         parts.append(f"{where}: {_sentence(key, dict(detail), schema)}")
-    return "; ".join(parts)
+    # A key that YAML allows may hold a line break; the message is one line all the same.
+    return " ".join("; ".join(parts).split())
 
 
 def _sentence(key: Key, detail: dict[str, Any], schema: type[BaseModel]) -> str:
