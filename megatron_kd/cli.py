@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import errno
 import json
-import multiprocessing
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from megatron_kd import __version__
+from megatron_kd.console import (
+    describe_os_error,
+    is_first_rank,
+    leave,
+    print_figures,
+    print_json,
+    quiet_libraries,
+    say_error,
+    writing_to,
+)
 from megatron_kd.errors import KDError, LaunchError
 
 app = typer.Typer(
@@ -49,7 +55,7 @@ def show(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = Fals
 
     loaded = load_recipe(recipe, overrides or [])
     if json_:
-        _print_json(loaded.model_dump(mode="json"))
+        print_json(loaded.model_dump(mode="json"))
     else:
         print(dump_recipe(loaded), end="")
 
@@ -72,11 +78,11 @@ def convert_import(
     loaded = load_recipe(recipe, overrides or [])
     if role not in ("teacher", "student"):
         raise ConfigError(f"--role is {role!r}, must be teacher or student")
-    _quiet_libraries()
+    quiet_libraries()
     from megatron_kd.models.convert import import_model
 
     report = import_model(loaded, "teacher" if role == "teacher" else "student")
-    _figures(
+    print_figures(
         report.to_dict(),
         json_,
         f"{report.checkpoint}: {report.parameters:,} parameters{' (already there)' if report.reused else ''}",
@@ -97,13 +103,13 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
     data = loaded.data
     if data.corpus is None:
         raise ConfigError("data.corpus is not set: say what to prepare, e.g. data.corpus.format=pydoc_topics")
-    _quiet_libraries()
+    quiet_libraries()
     from megatron_kd.data.prepare import prepare as run
     from megatron_kd.data.tokenizer import load_tokenizer
     from megatron_kd.models.convert import tokenizer_source
 
     tokenizer = load_tokenizer(tokenizer_source(loaded))
-    with _writing_to(data.samples):
+    with writing_to(data.samples):
         samples = run(
             corpus_format=data.corpus.format,
             paths=data.corpus.paths,
@@ -119,7 +125,7 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
     rows = {name: len(ids) for name, ids in samples.splits.items()}
     tokens = {name: n * samples.seq_length for name, n in rows.items()}
     text = ", ".join(f"{n} {name} rows ({tokens[name]:,} tokens)" for name, n in rows.items())
-    _figures({"samples": str(samples.path), "rows": rows, "tokens": tokens}, json_, f"{samples.path}: {text}")
+    print_figures({"samples": str(samples.path), "rows": rows, "tokens": tokens}, json_, f"{samples.path}: {text}")
 
 
 @app.command()
@@ -132,12 +138,12 @@ def capture(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
 
     loaded = load_recipe(recipe, overrides or [])
     _refuse_wrong_world(loaded)
-    _quiet_libraries()
+    quiet_libraries()
     from megatron_kd.teacher.capture import capture as run
 
     report = run(loaded)
     figures = report.to_dict()
-    _figures(
+    print_figures(
         figures,
         json_,
         f"{loaded.teacher.cache}: {report.rows} rows, {report.rows_captured} captured now "
@@ -155,13 +161,13 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = Fal
 
     loaded = load_recipe(recipe, overrides or [])
     _refuse_wrong_world(loaded)
-    _quiet_libraries()
+    quiet_libraries()
     from megatron_kd.training.loop import train as run
 
-    with _writing_to(loaded.run_dir):
+    with writing_to(loaded.run_dir):
         report = run(loaded)
     state = "finished" if report.finished else "stopped, start it again to go on"
-    _figures(report.to_dict(), json_, f"{report.run_dir}: iteration {report.iteration}, {state}")
+    print_figures(report.to_dict(), json_, f"{report.run_dir}: iteration {report.iteration}, {state}")
 
 
 @app.command()
@@ -186,12 +192,12 @@ def evaluate(
         raise ConfigError(f"{run} is no run directory: it has no recipe.yaml")
     loaded = load_recipe(run / "recipe.yaml" if run.is_dir() else run, overrides or [])
     _refuse_wrong_world(loaded)
-    _quiet_libraries()
+    quiet_libraries()
     from megatron_kd.training.evaluation_job import evaluate as job
 
     result = job(loaded, run if run.is_dir() else None)
     lines = [f"{name:22} {value:.6g}" for name, value in result.items()]
-    _figures(result, json_, "\n".join(lines))
+    print_figures(result, json_, "\n".join(lines))
 
 
 @app.command()
@@ -208,14 +214,12 @@ def compare(
 
     comparison = run(runs, out)
     if json_:
-        _print_json(comparison.to_json())
+        print_json(comparison.to_json())
         return
     from rich.console import Console
 
     console = Console()
     console.print(comparison.table())
-    for note in comparison.notes:
-        console.print(note, highlight=False)
     console.print(f"picture: {comparison.figure}", highlight=False, soft_wrap=True)
 
 
@@ -231,7 +235,7 @@ def cache_inspect(
     from megatron_kd.cache.inspect import inspect
 
     seen = inspect(path)
-    _figures(seen, json_, json.dumps(seen, indent=2, ensure_ascii=False))
+    print_figures(seen, json_, json.dumps(seen, indent=2, ensure_ascii=False))
 
 
 @cache_app.command("verify")
@@ -254,7 +258,7 @@ def cache_verify(
         raise ConfigError(f"--level is {level!r}, must be one of {', '.join(get_args(Level))}")
     report = verify(path, level, show_progress=True)  # type: ignore[arg-type]
     text = "\n".join(report.problems) if report.problems else f"{path}: no problem found at level {level}"
-    _figures(report.to_dict(), json_, text)
+    print_figures(report.to_dict(), json_, text)
     if not report.ok:
         raise typer.Exit(1)
 
@@ -272,8 +276,8 @@ def bench_loss(
     json_: Json = False,
 ) -> None:
     """Time, counted peak bytes and FLOPs of the loss implementations beside three bare GEMMs."""
-    _quiet_libraries()
-    from megatron_kd.report import bench_loss as bench
+    quiet_libraries()
+    from megatron_kd.bench import loss as bench
 
     results = bench.bench_loss(
         tokens=tokens,
@@ -285,7 +289,7 @@ def bench_loss(
         device=device,
         rounds=rounds,
     )
-    _figures({"results": results}, json_, bench.table(results))
+    print_figures({"results": results}, json_, bench.table(results))
 
 
 @app.command()
@@ -301,97 +305,28 @@ def _refuse_wrong_world(recipe: Any) -> None:
     check_world_size(recipe, sys.argv[1:])
 
 
-def _quiet_libraries() -> None:
-    """Silences what other libraries say while they are imported and set up; their errors still come through."""
-    import logging
-    import warnings
-
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    if not sys.stderr.isatty():
-        # Redrawn bars make one endless line of a log file; our own bars print lines there.
-        os.environ.setdefault("TQDM_DISABLE", "1")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    if not os.path.exists("/dev/nvidiactl"):
-        # Small helpers of Megatron-Core are compiled at their first use, which needs a C++ compiler and seconds.
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\..*")
-    for name in ("megatron", "torch.utils.cpp_extension"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
-@contextmanager
-def _writing_to(folder: str) -> Iterator[None]:
-    """A full disk does not say which file it refused: the error gets the folder's name."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = error.filename or folder
-        raise
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
-
-
-def _figures(value: Any, as_json: bool, text: str) -> None:
-    if _is_first_rank():
-        if as_json:
-            _print_json(value)
-        else:
-            print(text)
-
-
 def main() -> None:
     """Entry point: one clear line and status 2 for what a user can mend, status 1 for what went wrong otherwise."""
     try:
         app(prog_name="megatron-kd", standalone_mode=True)
+    except SystemExit as done:
+        if not done.code and "megatron_kd.device" in sys.modules:
+            from megatron_kd.device import destroy_distributed
+
+            destroy_distributed()  # after a failure it is left alone: peers may be gone
+        raise
     except LaunchError as error:
         # All ranks are in the same position, so one speaks for them.
-        if _is_first_rank():
-            _say_error(error)
-        _leave(2)
+        if is_first_rank():
+            say_error(error)
+        leave(2)
     except KDError as error:
-        _say_error(error)
-        _leave(2)
+        say_error(error)
+        leave(2)
     except BrokenPipeError:
         # The reader of our output has seen enough (``megatron-kd show … | head``).
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        _leave(1)
+        leave(1)
     except OSError as error:
-        _say_error(_describe_os_error(error))
-        _leave(2)
-
-
-def _say_error(error: Exception | str) -> None:
-    rank = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-    print(f"megatron-kd: {rank}error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-
-
-def _describe_os_error(error: OSError) -> str:
-    """A full disk, a folder without permission and the like: which file, what the system says, what to look at."""
-    hints = {
-        errno.ENOSPC: "free some space, or choose another folder",
-        errno.EDQUOT: "your quota is used up: free some space, or choose another folder",
-        errno.EFBIG: "the file system or a limit (ulimit -f) allows no file that large",
-        errno.EACCES: "check its permissions, or choose another folder",
-        errno.EROFS: "choose a folder that can be written",
-    }
-    where = f"{error.filename}: " if error.filename is not None else ""
-    what = error.strerror or str(error) or type(error).__name__
-    return f"{where}{what}: {hints.get(error.errno or 0, 'check the path')}"
-
-
-def _leave(status: int) -> None:
-    """Ends the process without waiting for peers: a rank that failed must not hang in a collective's destructor.
-
-    Helpers that libraries started (a save's queue) would outlive it and hold the terminal's streams: they end first.
-    """
-    for child in multiprocessing.active_children():
-        child.kill()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
+        say_error(describe_os_error(error))
+        leave(2)

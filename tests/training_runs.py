@@ -130,7 +130,7 @@ class Trainer:
         self.recipe = recipe
         self.session = open_session(recipe)
         self.student = wrap_for_training(recipe, self.session.groups, build_student(recipe, self.session.groups))
-        self._reader = _StepReader(self.session, self.student)
+        self._reader = _StepReader(self.session)
 
     def step(self) -> dict[str, float]:
         """One optimizer step; its metrics."""

@@ -145,9 +145,10 @@ def _become_the_command(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    from megatron_kd import cli
+    from megatron_kd import cli  # noqa: F401
+    from megatron_kd.console import quiet_libraries
 
-    cli._quiet_libraries()
+    quiet_libraries()
     for package in ("transformers.models.auto.tokenization_auto", "wandb", "matplotlib.figure"):
         importlib.import_module(package)  # they are slow to import, and the command imports them late
 

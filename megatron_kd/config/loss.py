@@ -26,9 +26,9 @@ class LossConfig(Section):
     """Softmax temperature of both models; offline it must be one of teacher.temperatures."""
     scale_by_t2: bool = True
     """Multiply by temperature², which keeps the size of the gradients (Hinton et al. 2015)."""
-    ce_weight: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the cross-entropy with the true next token, added to the divergence."""
-    mode: Literal["auto", "single_pass", "recompute", "frozen_head"] = "auto"
+    ce_weight: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share w of the cross-entropy with the true next token: the loss is (1 − w)·divergence + w·cross-entropy."""
+    mode: Literal["auto", "single_pass", "recompute"] = "auto"
     """How fused makes its gradient: within the forward pass (single_pass) or in the backward pass (recompute)."""
     chunk_mib: Annotated[float, Field(gt=0)] = 64.0
     """Memory for one chunk of logits, in MiB."""

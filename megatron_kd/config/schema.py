@@ -54,11 +54,6 @@ class Recipe(Section):
         """Forward passes of one data-parallel rank in one optimizer step."""
         return self.training.global_batch_size // (self.training.micro_batch_size * self.data_parallel_size)
 
-    @property
-    def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: data.tokenizer, else the teacher's source of weights."""
-        return self.data.tokenizer or self.teacher.model.hf
-
     @model_validator(mode="before")
     @classmethod
     def _fill_defaults(cls, values: Any) -> Any:

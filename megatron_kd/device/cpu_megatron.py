@@ -141,13 +141,6 @@ def factories_build_cuda_tensors_on_cpu() -> None:
 @workaround
 def adam_keeps_its_step_in_the_group() -> None:
     """The distributed optimizer's checkpoints expect the layout of the fused Adams; see ``GroupStepAdamW``."""
-    import megatron.core.optimizer as megatron_optimizer
-    import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+    from megatron_kd.device.group_step_adam import install_group_step_adam
 
-    from megatron_kd.device.cpu_adam import GroupStepAdamW
-
-    megatron_optimizer.Adam = GroupStepAdamW
-    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
-    distributed_optimizer.Adam = GroupStepAdamW
-    distributed_optimizer.HAVE_APEX_OR_TE = True
-    distributed_optimizer.USING_APEX_OPTIMIZER = True
+    install_group_step_adam()

@@ -47,7 +47,10 @@ def select_device(gpu: str) -> torch.device:
 
         apply_cpu_workarounds()
     else:
+        from megatron_kd.device.group_step_adam import install_group_step_adam
+
         torch.cuda.set_device(chosen)
+        install_group_step_adam()
     _selected = chosen
     return chosen
 

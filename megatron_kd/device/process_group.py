@@ -17,16 +17,6 @@ from megatron_kd.errors import RemoteRankError
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 
 
-def world_size_from_environment() -> int:
-    """The number of ranks this process was started among; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank_from_environment() -> int:
-    """This process's rank; 0 without a launcher."""
-    return int(os.environ.get("RANK", "0"))
-
-
 def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Joins the default process group: nccl on CUDA, gloo on the CPU. A process started alone joins itself.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from megatron_kd.config import ModelConfig
 
-# Dense bf16 peaks in FLOP/s, from the vendor's data sheets (without structured sparsity).
+# Dense bf16 peaks in FLOP/s, from the vendor's data sheets (without structured sparsity). Of other devices no MFU is
+# reported.
 PEAK_FLOPS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2.25e15, "gb200": 2.5e15}
 
 

@@ -39,6 +39,6 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
     layer = get_gpt_layer_local_spec(normalization="RMSNorm")
     layer.submodules.input_layernorm = TorchRMSNorm
     layer.submodules.pre_mlp_layernorm = TorchRMSNorm
-    # One name for the norms in every checkpoint is a matter of the names table; the local spec's own renaming to the
-    # fused Transformer Engine names stays in force, so both backends write the same keys.
+    # The local specification renames these norms to the fused Transformer Engine keys when it saves, so that both
+    # backends write the same checkpoint.
     return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=TorchRMSNorm)

@@ -52,7 +52,7 @@ def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, preci
         calculate_per_token_loss=True,
         attention_softmax_in_fp32=True,
         bias_dropout_fusion=cuda,
-        masked_softmax_fusion=cuda,
+        masked_softmax_fusion=False,  # its kernels come with apex alone; Transformer Engine has its own
         # In the local path this fusion clamps before the bias is added: another function.
         bias_activation_fusion=False,
         persist_layer_norm=False,

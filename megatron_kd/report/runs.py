@@ -22,8 +22,8 @@ class RunRecord:
         directory: the run directory as it was given.
         recipe: the resolved recipe, empty where the file is missing.
         environment: versions, revision and hardware, empty where the file is missing.
-        metrics: one mapping per logged iteration, in rising order; of an iteration that was logged twice
-            (before and after a resume) the later line.
+        metrics: one mapping per logged iteration, in rising order. An iteration may have several lines: a step and
+            its evaluation, or the same step before and after a resume, where the later one counts.
         evaluations: one mapping per evaluation, by rising iteration.
         notes: what was missing or could not be read, a sentence each.
     """
@@ -139,5 +139,8 @@ def _read_metrics(path: Path, notes: list[str]) -> list[dict[str, Any]]:
 
 
 def _by_iteration(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    last = {iteration: row for row in rows if (iteration := number(row.get("iteration"))) is not None}
-    return [last[iteration] for iteration in sorted(last)]
+    merged: dict[float, dict[str, Any]] = {}
+    for row in rows:
+        if (iteration := number(row.get("iteration"))) is not None:
+            merged[iteration] = {**merged.get(iteration, {}), **row}
+    return [merged[iteration] for iteration in sorted(merged)]

@@ -6,7 +6,6 @@ at any moment and started again, in whatever layout, does only what is missing.
 
 from __future__ import annotations
 
-import importlib.metadata
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import Advance, progress
 from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.versions import installed_versions
 
 SHARD_TOKENS = 2 * 2**20  # about half a gigabyte at K = 100
 
@@ -82,10 +82,7 @@ def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) ->
         teacher=teacher,
         tokenizer=samples.tokenizer_identity,
         corpus={"content": samples.manifest["content"], "samples": samples.manifest["samples"]},
-        library_versions={
-            name: importlib.metadata.version(name)
-            for name in ("megatron-kd", "torch", "megatron-core", "numcodecs", "numpy")
-        },
+        library_versions=installed_versions("megatron-kd", "torch", "megatron-core", "numcodecs", "numpy"),
     )
     return manifest, table
 

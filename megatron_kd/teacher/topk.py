@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_kd.losses.logits import add_at_, owned_columns
+from megatron_kd.losses.projection import Projection
 from megatron_kd.targets import TopKTargets
 
 
@@ -104,18 +106,17 @@ def _chunk(
     group: dist.ProcessGroup | None,
 ) -> _Chunk:
     width = head.shape[0]
-    # One column more than the shard has rows: kept ids of other shards are sent there instead of being branched on.
-    buffer = hidden.new_full((hidden.shape[0], width + 1), -math.inf, dtype=torch.float32)
-    logits = buffer[:, :width]
-    _project_float32(hidden, head, logits)
+    logits = hidden.new_empty((hidden.shape[0], width), dtype=torch.float32)
+    # Float32 whatever the inputs' dtype: rounding logits to bf16 costs whole percents.
+    Projection(head, width, torch.float32).logits(hidden, out=logits)
     if temperature != 1.0:
         logits /= temperature
     values, ids = _local_top(logits, top_k, vocab_start)
     values, ids = _global_top(values, ids, top_k, group)
     lse = _logsumexp_over_shards(_logsumexp(logits), group)
     # The tail is a masked sum: 1 − Σ of the kept loses all digits where little is outside.
-    own = (ids >= vocab_start) & (ids < vocab_start + width)
-    buffer.scatter_(1, torch.where(own, ids - vocab_start, width), -math.inf)
+    columns, owned = owned_columns(ids, vocab_start, width)
+    add_at_(logits, columns, torch.where(owned, -math.inf, 0.0))
     tail = _logsumexp_over_shards(_logsumexp(logits), group) - lse
     extras = []
     for t in extra_temperatures:
@@ -125,14 +126,6 @@ def _chunk(
         lse_t = torch.logaddexp(outside, inside)
         extras.append((lse_t - lse * ratio, outside - lse_t))
     return ids.to(torch.int32), values - lse[:, None], tail, extras
-
-
-def _project_float32(hidden: Tensor, head: Tensor, out: Tensor) -> None:
-    """[c, D] · [Vl, D]ᵀ in float32, whatever the inputs' dtype: rounding logits to bf16 costs whole percents."""
-    if hidden.is_cuda and hidden.dtype == head.dtype != torch.float32:
-        out.copy_(torch.mm(hidden, head.t(), out_dtype=torch.float32))
-    else:
-        torch.mm(hidden.float(), head.float().t(), out=out)
 
 
 def _logsumexp(logits: Tensor) -> Tensor:

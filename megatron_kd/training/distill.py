@@ -50,6 +50,13 @@ class Distillation:
         self._groups = groups
         self._teacher = teacher if recipe.teacher.mode == "online" else None
         self.vocab_size = recipe.student.model.vocab_size
+        # What the loss is scaled by beyond nats.
+        self.t2 = recipe.loss.temperature**2 if recipe.loss.scale_by_t2 else 1.0
+        self.is_plain_bucket_kl = (recipe.loss.divergence, recipe.loss.tail, recipe.loss.temperature) == (
+            "forward_kl",
+            "bucket",
+            1.0,
+        )
         self._method = IMPLEMENTATIONS[recipe.loss.implementation]
 
     def context(self, batch: Batch, *, mode: str | None = None, ce_weight: float | None = None) -> StepContext:

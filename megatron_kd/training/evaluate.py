@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from megatron.core.models.gpt import GPTModel
 
+from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch, make_batch
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.samples import SampleSet
@@ -43,9 +46,10 @@ def evaluate_model(
     """Means over the unmasked tokens of the held-out split. Collective over all ranks.
 
     Returns:
-        eval/kd (nats per token, the recipe's divergence), eval/ce, eval/perplexity, eval/top1_agreement,
-        eval/teacher_mass, eval/student_mass, eval/tokens, and with a cache eval/unigram_kd: what a unigram model
-        fitted on the training split scores on the same targets.
+        eval/kd (the recipe's divergence in nats per token, without the T² that scales the loss), eval/ce,
+        eval/perplexity, eval/top1_agreement, eval/teacher_mass, eval/student_mass, eval/tokens, and where the
+        divergence is the forward KL with the bucket tail at temperature 1, from a cache, eval/unigram_kd: what a
+        unigram model fitted on the training split scores on the same targets.
 
     Raises:
         DataError, CacheError: there is no held-out split, or one of its rows cannot be used; on every rank.
@@ -56,7 +60,9 @@ def evaluate_model(
             raise DataError(f"{samples.path} has no held-out rows: set data.heldout_tokens and prepare again")
     portions = [list(ids[i : i + micro_batch_size]) for i in range(0, len(ids), micro_batch_size)]
     rounds = range(0, len(portions), groups.dp_size)
-    unigram = fit_unigram(samples.token_counts("train", distillation.vocab_size)) if cached is not None else None
+    unigram = None
+    if cached is not None and distillation.is_plain_bucket_kl:
+        unigram = fit_unigram(samples.token_counts("train", distillation.vocab_size))
     was_training = model.training
     model.eval()
     parts, unigram_sum = [], 0.0
@@ -89,7 +95,7 @@ def evaluate_model(
     tokens = sums["tokens"]
     ce = sums["ce"] / sums["labelled"]
     result = {
-        "eval/kd": sums["kd"] / tokens,
+        "eval/kd": sums["kd"] / tokens / distillation.t2,
         "eval/ce": ce,
         "eval/perplexity": math.exp(min(ce, 700.0)),
         "eval/top1_agreement": sums["top1_agreement"] / tokens,
@@ -114,9 +120,26 @@ def evaluation_path(run_dir: Path, iteration: int) -> Path:
     return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
 
 
-def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, float]) -> Path:
-    """Keeps an evaluation beside the metrics of its run."""
+def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, float], recipe: Recipe) -> Path:
+    """Keeps an evaluation beside the metrics of its run, with what it was measured by."""
     path = evaluation_path(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"iteration": iteration, "tokens": tokens, **result})
+    write_json(path, {"iteration": iteration, "tokens": tokens, "measure": _measure_of(recipe), **result})
     return path
+
+
+def read_evaluation(run_dir: Path, iteration: int, recipe: Recipe) -> dict[str, float] | None:
+    """The evaluation kept for an iteration; None where there is none, or one measured by another recipe."""
+    try:
+        kept = json.loads(evaluation_path(run_dir, iteration).read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    if not isinstance(kept, dict) or kept.get("measure") != _measure_of(recipe):
+        return None
+    return {name: value for name, value in kept.items() if name.startswith("eval/")}
+
+
+def _measure_of(recipe: Recipe) -> str:
+    """A hash of all settings that decide an evaluation: data, models, loss."""
+    decisive = recipe.model_dump(mode="json", include={"data", "teacher", "student", "loss", "seed"})
+    return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

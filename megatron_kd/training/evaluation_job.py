@@ -48,6 +48,6 @@ def evaluate(recipe: Recipe, run_dir: Path | None, *, show_progress: bool = True
     )
     with fail_together("writing the evaluation"):
         if session.is_first:
-            write_evaluation(run_dir or Path(recipe.run_dir), place["iteration"], place["tokens"], result)
+            write_evaluation(run_dir or Path(recipe.run_dir), place["iteration"], place["tokens"], result, recipe)
     dist.barrier()
     return result

@@ -1,25 +1,38 @@
-"""One log file per rank."""
+"""One log file per rank; what a user should see at once also on the terminal."""
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def log_to_file(path: Path) -> Iterator[None]:
-    """Appends this package's log, and every warning, to a file while entered."""
-    handler = logging.FileHandler(path)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+def log_to_file(path: Path, *, warn_on_terminal: bool) -> Iterator[None]:
+    """Appends this package's log to a file while entered.
+
+    Args:
+        warn_on_terminal: print warnings on standard error too; for the first rank.
+    """
+    file = logging.FileHandler(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    handlers: list[logging.Handler] = [file]
+    if warn_on_terminal:
+        terminal = logging.StreamHandler(sys.stderr)
+        terminal.setLevel(logging.WARNING)
+        terminal.setFormatter(logging.Formatter("megatron-kd: %(message)s"))
+        handlers.append(terminal)
     root = logging.getLogger("megatron_kd")
     level = root.level
-    root.addHandler(handler)
+    for handler in handlers:
+        root.addHandler(handler)
     root.setLevel(logging.INFO)
     try:
         yield
     finally:
         root.setLevel(level)
-        root.removeHandler(handler)
-        handler.close()
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from megatron_kd.errors import RemoteRankError
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
 from megatron_kd.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
-from megatron_kd.training.evaluate import SPLIT, evaluate_model, evaluation_path, write_evaluation
+from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.run_directory import open_run_directory, truncate_metrics
@@ -65,7 +66,8 @@ def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
         if session.is_first:
             open_run_directory(recipe)
     dist.barrier()
-    with log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log"), StopOnSignal() as stop:
+    log = log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log", warn_on_terminal=session.is_first)
+    with log, StopOnSignal() as stop:
         return _run(session, run_dir, stop, show_progress)
 
 
@@ -85,19 +87,26 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     result: dict[str, float] = {}
     stopping = False
     save_every, evaluate_every = recipe.checkpoint.save_interval, recipe.training.eval_interval
-    # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
-    if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
-        _evaluate(session, student, run_dir)
-    reset_peak_memory()
     with (
         MetricsWriter(recipe, run_dir, enabled=session.is_first) as writer,
-        Prefetcher(range(start, total), _StepReader(session, student)) as steps,
+        Prefetcher(range(start, total), _StepReader(session)) as steps,
         progress(
             f"train {recipe.name}", max(total - start, 0), unit="steps", enabled=show_progress and session.is_first
         ) as advance,
     ):
+        # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
+        if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
+            _evaluate(session, student, run_dir, writer)
+        reset_peak_memory()
         while student.iteration < total:
-            batches, stopping = _agree(steps, stop)
+            started = time.perf_counter()
+            try:
+                batches, stopping = _agree(steps, stop)
+            except Exception:
+                # Every rank is here, at the same step, with good weights: what was learnt is kept.
+                if student.iteration > start:
+                    save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+                raise
             if stopping:
                 break
             done = train_step(recipe, student, session.distillation, groups, batches)
@@ -105,32 +114,33 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
             student.consumed_samples += recipe.training.global_batch_size
             student.tokens += done.tokens
             if student.iteration % recipe.logging.log_interval == 0 or student.iteration == total:
-                result = _measure(session, done, steps.waited_s)
+                result = _measure(session, done, time.perf_counter() - started, steps.waited_s)
                 writer.write(student.iteration, student.tokens, student.consumed_samples, result)
             advance(1, f"KD {done.metrics.get('loss/kd', math.nan):.4f}")
             if save_every and student.iteration % save_every == 0:
                 save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+                reset_peak_memory()  # the peak is that of training steps, whatever lies between them
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
-                _evaluate(session, student, run_dir)
-    if student.iteration > start or saved is None:
-        path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
-        logger.info("saved %s", path)
-    if stopping:
-        logger.warning(
-            "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
-        )
-    elif student.iteration > start:
-        _evaluate(session, student, run_dir)
+                _evaluate(session, student, run_dir, writer)
+                reset_peak_memory()
+        if student.iteration > start or saved is None:
+            path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+            logger.info("saved %s", path)
+        if stopping:
+            logger.warning(
+                "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
+            )
+        elif student.iteration > start:
+            _evaluate(session, student, run_dir, writer)
     return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
 
 
 class _StepReader:
     """Reads this rank's micro batches of an iteration; called in the prefetch thread, so it touches no group."""
 
-    def __init__(self, session: Session, student: Student) -> None:
+    def __init__(self, session: Session) -> None:
         recipe, groups = session.recipe, session.groups
         self._batch = recipe.training.global_batch_size
-        self._offset = student.consumed_samples - student.iteration * self._batch
         self._layout = (groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size)
         self._samples, self._cached = session.samples, session.cached
         self._order = SampleOrder(
@@ -141,7 +151,7 @@ class _StepReader:
         )
 
     def __call__(self, iteration: int) -> list[Batch]:
-        ids = self._order.ids_for(iteration * self._batch + self._offset, *self._layout)
+        ids = self._order.ids_for(iteration * self._batch, *self._layout)
         return [make_batch(self._samples, part.tolist(), self._cached) for part in ids]
 
 
@@ -163,12 +173,10 @@ def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch
     return batches, stopping
 
 
-def _measure(session: Session, done: StepResult, waited_s: float) -> dict[str, float]:
-    """Adds speed and memory: the slowest rank's time, the fullest rank's memory."""
+def _measure(session: Session, done: StepResult, seconds: float, waited_s: float) -> dict[str, float]:
+    """Adds speed and memory: the slowest rank's time, waiting for data included, the fullest rank's memory."""
     recipe = session.recipe
-    most = torch.tensor(
-        [done.seconds, float(peak_memory_bytes()), waited_s], dtype=torch.float64, device=current_device()
-    )
+    most = torch.tensor([seconds, float(peak_memory_bytes()), waited_s], dtype=torch.float64, device=current_device())
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
     seconds, peak, waited = most.tolist()
     positions = recipe.training.global_batch_size * recipe.data.seq_length
@@ -188,16 +196,19 @@ def _measure(session: Session, done: StepResult, waited_s: float) -> dict[str, f
         "data/cache_wait_s": waited,
     }
     peak_flops = PEAK_FLOPS.get(recipe.cluster.gpu)
-    if peak_flops is not None:
+    if peak_flops is not None and recipe.training.precision == "bf16":
         metrics["perf/mfu"] = flops / rate / peak_flops
     return metrics
 
 
-def _evaluate(session: Session, student: Student, run_dir: Path) -> None:
-    """Evaluates where there are held-out rows, once an iteration; the result lies beside the metrics."""
+def _evaluate(session: Session, student: Student, run_dir: Path, writer: MetricsWriter) -> None:
+    """Evaluates where there are held-out rows, once an iteration; the result goes to the metrics and beside them."""
     if not session.samples.splits.get(SPLIT):
         return
-    if not any_rank(session.is_first and not evaluation_path(run_dir, student.iteration).exists()):
+    known = read_evaluation(run_dir, student.iteration, session.recipe) if session.is_first else None
+    if not any_rank(session.is_first and known is None):
+        if known is not None:
+            writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
     result = evaluate_model(
         student.model.module,
@@ -209,4 +220,5 @@ def _evaluate(session: Session, student: Student, run_dir: Path) -> None:
     )
     with fail_together("writing the evaluation"):
         if session.is_first:
-            write_evaluation(run_dir, student.iteration, student.tokens, result)
+            write_evaluation(run_dir, student.iteration, student.tokens, result, session.recipe)
+            writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, result)

@@ -18,7 +18,9 @@ class MetricsWriter:
     """Writes the metrics of the first rank. Made on other ranks with ``enabled=False``, it does nothing."""
 
     def __init__(self, recipe: Recipe, run_dir: Path, *, enabled: bool) -> None:
-        self._file = open(run_dir / "metrics.jsonl", "a") if enabled else None  # noqa: SIM115
+        path = run_dir / "metrics.jsonl"
+        self._evaluated = _evaluated(path) if enabled else set()
+        self._file = open(path, "a") if enabled else None  # noqa: SIM115
         self._wandb = WandbView(recipe, run_dir) if enabled and recipe.logging.wandb is not None else None
 
     def write(self, iteration: int, tokens: int, samples: int, metrics: dict[str, float]) -> None:
@@ -31,6 +33,12 @@ class MetricsWriter:
         if self._wandb is not None:
             self._wandb.log(record)
 
+    def write_evaluation(self, iteration: int, tokens: int, samples: int, metrics: dict[str, float]) -> None:
+        """A line of its own for an evaluation; one that stands there already is not written again."""
+        if iteration not in self._evaluated:
+            self._evaluated.add(iteration)
+            self.write(iteration, tokens, samples, metrics)
+
     def __enter__(self) -> MetricsWriter:
         return self
 
@@ -41,3 +49,11 @@ class MetricsWriter:
             self._file.close()
         if self._wandb is not None:
             self._wandb.finish(failed=kind is not None)
+
+
+def _evaluated(path: Path) -> set[int]:
+    """The iterations whose evaluation stands in the file."""
+    if not path.exists():
+        return set()
+    records = (json.loads(line) for line in path.read_text().splitlines())
+    return {record["iteration"] for record in records if "eval/kd" in record}

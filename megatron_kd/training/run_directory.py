@@ -5,7 +5,6 @@ recipe.yaml (resolved), environment.json, metrics.jsonl, evaluations/, checkpoin
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import platform
 import subprocess
@@ -18,10 +17,10 @@ from megatron_kd.config.yaml_text import parse_yaml, read_mapping
 from megatron_kd.device import describe_hardware
 from megatron_kd.errors import ConfigError
 from megatron_kd.files import write_atomic, write_json
+from megatron_kd.versions import installed_versions
 
 # A resumed run must not differ in these: the weights would not fit, the data position would mean other rows, or one
-# curve would be drawn from two methods. Rates and schedule stand in the checkpoint, which would silently win over the
-# recipe. What may change midway (length, intervals, layout, paths) is left out.
+# curve would be drawn from two methods. What may change midway (length, rates, intervals, layout, paths) is left out.
 _FIXED = (
     "name",
     "seed",
@@ -32,9 +31,9 @@ _FIXED = (
     "loss.ce_weight",
     "loss.divergence",
     "loss.implementation",
+    "loss.scale_by_t2",
     "loss.tail",
     "loss.temperature",
-    "optimizer.",
     "student.model",
     "teacher.mode",
     "teacher.model",
@@ -42,7 +41,7 @@ _FIXED = (
     "teacher.top_k",
     "training.global_batch_size",
 )
-_FREE = ("optimizer.clip_grad", "teacher.model.hf", "student.model.hf")
+_FREE = ("teacher.model.hf", "student.model.hf")
 _LIBRARIES = ("torch", "megatron-core", "transformers", "numpy", "numcodecs", "pydantic", "wandb")
 
 
@@ -63,7 +62,7 @@ def open_run_directory(recipe: Recipe) -> Path:
             if key.startswith(_FIXED) and not key.startswith(_FREE):
                 raise ConfigError(
                     f"{path} holds a run with {key} {before!r}, the recipe now says {now!r}: "
-                    "choose another run_dir, or remove the old run"
+                    f"give this one a run_dir of its own (run_dir={path}_2), or remove the old run"
                 )
     write_atomic(stored, resolved)
     write_json(path / "environment.json", describe_environment())
@@ -80,7 +79,7 @@ def describe_environment() -> dict[str, Any]:
     return {
         "megatron_kd": __version__,
         "python": platform.python_version(),
-        "libraries": {name: importlib.metadata.version(name) for name in _LIBRARIES},
+        "libraries": installed_versions(*_LIBRARIES),
         "git_revision": git_revision(),
         "hardware": describe_hardware(),
     }
@@ -92,7 +91,7 @@ def git_revision() -> str | None:
     try:
         head = _git(here, "rev-parse", "HEAD")
         changed = _git(here, "status", "--porcelain", "--untracked-files=no")
-    except (OSError, subprocess.CalledProcessError):
+    except (OSError, subprocess.SubprocessError):
         return None
     return head + ("+changes" if changed else "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,13 +29,11 @@ class StepResult:
     Attributes:
         metrics: means per token, gradient norm and learning rate, under their public names.
         tokens: unmasked tokens of the global batch.
-        seconds: of this rank, device work included.
         updated: False where the optimizer skipped the step.
     """
 
     metrics: dict[str, float]
     tokens: int
-    seconds: float
     updated: bool
 
 
@@ -51,7 +48,6 @@ def train_step(
     Raises:
         KDError: the gradient is not finite; on every rank.
     """
-    started = time.perf_counter()
 
     def forward_step(source: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
         batch = next(source).to(current_device())
@@ -93,4 +89,4 @@ def train_step(
     metrics["optim/lr"] = float(lr)
     if grad_norm is not None:
         metrics["optim/grad_norm"] = float(grad_norm)
-    return StepResult(metrics, int(totals["tokens"]), time.perf_counter() - started, bool(updated))
+    return StepResult(metrics, int(totals["tokens"]), bool(updated))

@@ -14,6 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_kd"
 ORDER = [
     "cli",
     "report",
+    "bench",
     "planning",
     "training",
     "teacher",
@@ -26,7 +27,7 @@ ORDER = [
     "device",
 ]
 """From the top down: a room may import those that stand behind it."""
-GROUND = {"errors", "files", "progress", "testing"}
+GROUND = {"console", "errors", "files", "progress", "testing", "versions"}
 """Below all rooms; they import nothing of the package but each other."""
 FORBIDDEN = {
     "config": ["torch", "megatron", "transformers", "numpy", "megatron_kd.testing"],

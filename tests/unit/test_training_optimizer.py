@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_kd.device.cpu_adam import GroupStepAdamW
+from megatron_kd.device.group_step_adam import GroupStepAdamW
 
 SHAPES = ((7, 5), (5,), (3, 2, 4))
 STEPS = 10

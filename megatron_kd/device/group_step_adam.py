@@ -1,4 +1,4 @@
-"""AdamW as the fused optimizers of apex and Transformer Engine lay it out, for the CPU."""
+"""AdamW as the fused optimizers of apex and Transformer Engine lay it out, for where neither is installed."""
 
 from __future__ import annotations
 
@@ -67,3 +67,20 @@ class GroupStepAdamW(torch.optim.Optimizer):
         torch._foreach_div_(denominators, (1 - beta2**step) ** 0.5)
         torch._foreach_add_(denominators, group["eps"])
         torch._foreach_addcdiv_(params, means, denominators, -lr / (1 - beta1**step))
+
+
+def install_group_step_adam() -> None:
+    """Has Megatron-Core use ``GroupStepAdamW`` where it would fall back to ``torch.optim.AdamW``.
+
+    It then treats it as it treats apex's. Nothing changes where Transformer Engine or apex is installed.
+    """
+    import megatron.core.optimizer as megatron_optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed_optimizer
+
+    if not megatron_optimizer.USING_PYTORCH_OPTIMIZER:
+        return
+    megatron_optimizer.Adam = GroupStepAdamW
+    megatron_optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed_optimizer.Adam = GroupStepAdamW
+    distributed_optimizer.HAVE_APEX_OR_TE = True
+    distributed_optimizer.USING_APEX_OPTIMIZER = True

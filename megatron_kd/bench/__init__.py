@@ -1,0 +1,1 @@
+"""Measurements of this machine, beside the floor they should be compared with."""
