@@ -10,6 +10,7 @@ from megatron_kd.device.platform import (
     synchronize,
 )
 from megatron_kd.device.process_group import any_rank, destroy_distributed, fail_together, init_distributed
+from megatron_kd.device.random_state import get_random_state, set_random_state
 
 __all__ = [
     "any_rank",
@@ -17,10 +18,12 @@ __all__ = [
     "describe_hardware",
     "destroy_distributed",
     "fail_together",
+    "get_random_state",
     "init_distributed",
     "is_cuda",
     "peak_memory_bytes",
     "reset_peak_memory",
     "select_device",
+    "set_random_state",
     "synchronize",
 ]

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.device import any_rank, current_device, fail_together
+from megatron_kd.device import any_rank, current_device, fail_together, get_random_state, set_random_state
 from megatron_kd.errors import CheckpointError
 from megatron_kd.files import write_json
 from megatron_kd.models.checkpoint import (
@@ -72,9 +72,9 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def _random_state(groups: ParallelGroups) -> ShardedObject:
-    """The state of this rank's generator, one per tensor-parallel rank; data-parallel peers share it."""
+    """The states of this rank's generators, one entry per tensor-parallel rank; data-parallel peers share it."""
     return ShardedObject(
-        "rng_state", torch.random.get_rng_state(), (groups.tp_size,), (groups.tp_rank,), replica_id=groups.dp_rank
+        "rng_state", get_random_state(), (groups.tp_size,), (groups.tp_rank,), replica_id=groups.dp_rank
     )
 
 
@@ -156,7 +156,7 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     _load_optimizer(student.optimizer, state["optimizer"])
     student.scheduler.load_state_dict(state["scheduler"])
     if same_layout:
-        torch.random.set_rng_state(state["rng_state"])
+        set_random_state(state["rng_state"])
     student.iteration = progress["iteration"]
     student.consumed_samples = progress["consumed_samples"]
     student.tokens = progress["tokens"]

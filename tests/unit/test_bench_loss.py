@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_kd.errors import ConfigError
 from megatron_kd.bench.loss import bench_loss, table
+from megatron_kd.errors import ConfigError
 
 N, D, V, K = 96, 16, 640, 8
 KEYS = {
