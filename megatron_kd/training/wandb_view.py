@@ -17,7 +17,7 @@ from megatron_kd.files import write_json
 logger = logging.getLogger(__name__)
 
 # wandb's own variables, with our values where they are not set: what a silent server may cost a run in all.
-_TIMEOUTS_S = {"WANDB_INIT_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT": "60"}
+_PATIENCE = {"WANDB_INIT_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
 
 
 class WandbView:
@@ -31,11 +31,12 @@ class WandbView:
         settings = recipe.logging.wandb
         assert settings is not None
         self._run: Any = None
+        self._folder = run_dir / "wandb"
         if settings.mode == "disabled":
             return
         os.environ.setdefault("WANDB_SILENT", "true")
-        for variable, seconds in _TIMEOUTS_S.items():
-            os.environ.setdefault(variable, seconds)
+        for variable, value in _PATIENCE.items():
+            os.environ.setdefault(variable, value)
         import wandb
 
         mode = settings.mode
@@ -56,6 +57,7 @@ class WandbView:
         for attempt in dict.fromkeys((mode, "offline")):
             try:
                 self._run = wandb.init(mode=attempt, settings=wandb.Settings(console="off"), **arguments)
+                self._folder = Path(self._run.settings.sync_dir)
                 # Everything is drawn over tokens, so that runs with other batch sizes lie over each other.
                 self._run.define_metric("tokens")
                 self._run.define_metric("*", step_metric="tokens")
@@ -86,8 +88,16 @@ class WandbView:
                 self._lost(error)
 
     def _lost(self, error: Exception) -> None:
-        logger.warning("wandb failed (%s); training goes on, metrics.jsonl has everything", error)
+        reason = " ".join(str(error).split()) or type(error).__name__
+        logger.warning("wandb was lost (%s); metrics.jsonl has everything; later: wandb sync %s", reason, self._folder)
         self._run = None
+        import wandb
+
+        # Otherwise its hook at the interpreter's exit meets the same dead service and prints a traceback.
+        try:
+            wandb.teardown()
+        except Exception as teardown_error:
+            logger.warning("wandb's service did not end cleanly (%s)", teardown_error)
 
 
 def _sync_line(run_dir: Path) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.server
 import json
 import socket
 import subprocess
@@ -155,3 +156,67 @@ def test_disabled_leaves_nothing(recipe: Path, tmp_path: Path) -> None:
     succeed(warm("train", recipe, f"run_dir={run}", *WANDB, "logging.wandb.mode=disabled", "training.train_iters=3"))
     assert len(metrics(run)) == 3
     assert not (run / "wandb").exists()
+
+
+class _LosesInterest(http.server.BaseHTTPRequestHandler):
+    """Lets a run begin, then answers nothing more: a service that goes down while a training runs."""
+
+    released = threading.Event()
+
+    def do_POST(self) -> None:
+        query = json.loads(self.rfile.read(int(self.headers["content-length"]))) if self.path == "/graphql" else {}
+        name = query.get("variables", {}).get("name")
+        answers = {
+            "RunResumeStatus": {"model": {"bucket": None}},
+            "UpsertBucket": {
+                "upsertBucket": {
+                    "bucket": {
+                        "id": "1",
+                        "name": name,
+                        "displayName": name,
+                        "project": {"id": "2", "name": "distillation", "entity": {"name": "someone"}},
+                    },
+                    "inserted": True,
+                }
+            },
+        }
+        answer = answers.get(query.get("operationName", ""))
+        if answer is None:
+            self.released.wait(60)
+            return
+        body = json.dumps({"data": answer}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *arguments: Any) -> None:
+        """Says nothing on the terminal of the tests."""
+
+
+def test_a_server_lost_during_training(recipe: Path, tmp_path: Path) -> None:
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _LosesInterest)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    run = tmp_path / "run"
+    environment = {
+        "WANDB_API_KEY": KEY,
+        "WANDB_BASE_URL": f"http://127.0.0.1:{server.server_port}",
+        "WANDB_FINISH_TIMEOUT": "4",
+        "HOME": str(tmp_path),
+    }
+    try:
+        began = time.monotonic()
+        online = [*WANDB, "logging.wandb.mode=online", "training.train_iters=3"]
+        done = warm("train", recipe, f"run_dir={run}", *online, env=environment)
+        assert time.monotonic() - began < 60
+    finally:
+        _LosesInterest.released.set()
+        server.shutdown()
+        server.server_close()
+    assert "iteration 3, finished" in succeed(done).stdout
+    assert "Traceback" not in done.stderr and "panic" not in done.stderr, done.stderr
+    (folder,) = (run / "wandb").glob("run-*")
+    assert f"wandb sync {folder}" in (run / "logs/rank_0.log").read_text()
+    assert [row["loss/kd"] for row in history(folder)] == [row["loss/kd"] for row in metrics(run)]
