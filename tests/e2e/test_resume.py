@@ -168,7 +168,7 @@ def _signal_at(run_dir: Path, line: int, number: signal.Signals) -> threading.Th
 
 
 def _pair_rank(rank: int, world: int, recipe: Path, folder: Path) -> dict[str, Any]:
-    report = {"whole": _train(recipe, PAIR, folder / "pair")}
+    report: dict[str, Any] = {"whole": _train(recipe, PAIR, folder / "pair")}
     if rank == 1:
         _signal_at(folder / "signalled", 7, signal.SIGUSR1)
     report["signalled"] = _train(recipe, PAIR, folder / "signalled")
