@@ -167,8 +167,9 @@ def largest_difference(
 
 
 def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """The steps in ``metrics.jsonl``; evaluations have lines of their own."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss/kd" in record]
 
 
 def losses_of(records: list[dict[str, Any]]) -> list[tuple[int, float, float]]:

@@ -101,8 +101,9 @@ def _wait_until(ready: Callable[[], bool], ranks: list[subprocess.Popen[str]]) -
 
 
 def _lines(run_dir: Path) -> int:
+    """Steps in the metrics; evaluations have lines of their own."""
     file = run_dir / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    return sum('"loss/kd"' in line for line in file.read_text().splitlines()) if file.exists() else 0
 
 
 def _is_saving(run_dir: Path) -> bool:
