@@ -6,12 +6,14 @@ They lie under ``build/test_assets`` and are reused by later runs; a file lock k
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -170,3 +172,9 @@ def tiny_recipe(folder: Path, **sections: object) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path
+
+
+def steps_of(run_dir: Path) -> list[dict[str, Any]]:
+    """The steps in a run's ``metrics.jsonl``; evaluations have lines of their own."""
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if "loss/kd" in record]

@@ -5,7 +5,6 @@ All of it runs inside rank processes (``run_distributed``), one of which trains 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -164,12 +163,6 @@ def largest_difference(
     """The largest relative difference between two curves of equal length, over the metrics named."""
     assert len(one) == len(other) > 0
     return max(abs(a[name] - b[name]) / abs(a[name]) for a, b in zip(one, other, strict=True) for name in names)
-
-
-def metrics_of(run_dir: Path) -> list[dict[str, Any]]:
-    """The steps in ``metrics.jsonl``; evaluations have lines of their own."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record for record in records if "loss/kd" in record]
 
 
 def losses_of(records: list[dict[str, Any]]) -> list[tuple[int, float, float]]:

@@ -62,7 +62,7 @@ def open_run_directory(recipe: Recipe) -> Path:
             if key.startswith(_FIXED) and not key.startswith(_FREE):
                 raise ConfigError(
                     f"{path} holds a run with {key} {before!r}, the recipe now says {now!r}: "
-                    f"give this one a run_dir of its own (run_dir={path}_2), or remove the old run"
+                    f"choose another run_dir (run_dir={path}_2), or remove the old run"
                 )
     write_atomic(stored, resolved)
     write_json(path / "environment.json", describe_environment())

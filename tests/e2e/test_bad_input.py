@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from megatron_kd.cache.verify import verify
-from tests.assets import ROOT, environment, megatron_kd, succeed, tiny_llama_folder
+from tests.assets import ROOT, environment, megatron_kd, steps_of, succeed, tiny_llama_folder
 from tests.e2e.road import captured_road, files_below, one_error_line
 from tests.warm import start, warm
 
@@ -119,8 +119,7 @@ def test_missing_checkpoints(recipe: Path, tmp_path: Path) -> None:
         file.write('{"iteration": 5, "tok')
     done = warm("train", recipe, f"run_dir={run}", "seed=9", "training.train_iters=6")
     assert "iteration 6, finished" in succeed(done).stdout
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert [line["iteration"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [step["iteration"] for step in steps_of(run)] == [1, 2, 3, 4, 5, 6]
 
 
 def test_samples_that_do_not_fit(recipe: Path, tmp_path: Path) -> None:
@@ -235,7 +234,7 @@ def test_a_full_disk(road: Path, recipe: Path, tmp_path: Path) -> None:
     assert not (run / "checkpoints/iter_0000001").exists()
     # With room again the run begins anew; every iteration stands in its metrics once.
     succeed(warm("train", recipe, f"run_dir={run}", "training.train_iters=3"))
-    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert [step["iteration"] for step in steps_of(run)] == [1, 2, 3]
 
     done = limited(5_000, "prepare", recipe, f"data.samples={tmp_path / 'samples'}")
     one_error_line(done, str(tmp_path / "samples"), "File too large")

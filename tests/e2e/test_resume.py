@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from megatron_kd.testing import run_distributed
-from tests.assets import command_line, environment, tiny_recipe
+from tests.assets import command_line, environment, steps_of, tiny_recipe
 from tests.training_runs import (
     CURVES,
     Layout,
@@ -27,7 +27,6 @@ from tests.training_runs import (
     leave_layout,
     losses_of,
     make_inputs,
-    metrics_of,
     recipe_in,
 )
 
@@ -146,7 +145,7 @@ class Runs:
     pair: list[dict[str, Any]]
 
     def metrics(self, name: str) -> list[dict[str, Any]]:
-        return metrics_of(self.folder / name)
+        return steps_of(self.folder / name)
 
 
 def _alone_rank(rank: int, world: int, recipe: Path, folder: Path) -> dict[str, Any]:
@@ -198,7 +197,7 @@ def test_killed_and_stopped_on_one_rank_goes_on_bit_equal(runs: Runs) -> None:
     _interrupt(runs.recipe, ALONE, run_dir)
     with _started(runs.recipe, ALONE, run_dir) as (process,):
         assert process.wait(PATIENCE_S) == 0
-    assert losses_of(metrics_of(run_dir)) == losses_of(runs.metrics("alone"))
+    assert losses_of(steps_of(run_dir)) == losses_of(runs.metrics("alone"))
 
 
 def test_killed_and_stopped_on_two_ranks_goes_on_bit_equal(runs: Runs) -> None:

@@ -103,7 +103,7 @@ BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
         (["student.model.num_layers=4"], ["num_layers 4 (not 10)", "student.from_teacher to null"]),
         (["student.checkpoint=x"], ["checkpoint and from_teacher both"]),
         (["optimizer.lr_warmup_iters=66"], ["lr_warmup_iters 66", "training.train_iters 66"]),
-        (["optimizer.lr_decay_iters=5"], ["lr_warmup_iters 5", "optimizer.lr_decay_iters 5"]),
+        (["optimizer.lr_decay_iters=5"], ["lr_warmup_iters 7", "optimizer.lr_decay_iters 5"]),
         (["optimizer.min_lr=1.0"], ["min_lr 1.0 is more than lr 0.001"]),
         (["teacher.model.num_query_groups=2"], ["num_query_groups 2 must divide num_attention_heads 9"]),
         (["teacher.model.kv_channels=63"], ["kv_channels 63 must be even"]),
@@ -130,7 +130,7 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["optimizer.lr_warmup_iters=9", "training.train_iters=10"],
         ["teacher.top_k=49152"],
         ["loss.tail=renormalize_both"],
-        ["cluster.gpus_per_node=2"],
+        ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
     ],
 )

@@ -94,7 +94,9 @@ def test_layout_and_throughput_of_several_ranks(tmp_path: Path) -> None:
     run = summarize(read_run(write_run(tmp_path / "a", recipe="smollm2_cpu_tp3")), "a")
     assert run.layout == "3 × cpu, TP 3 + SP"
     assert run.tokens_per_s == pytest.approx(750.0)
-    wide = write_run(tmp_path / "b", "cluster.gpus_per_node=2", recipe="smollm2_cpu_online")
+    wide = write_run(
+        tmp_path / "b", "cluster.gpus_per_node=2", "training.global_batch_size=2", recipe="smollm2_cpu_online"
+    )
     assert summarize(read_run(wide), "b").layout == "2 × cpu, DP 2"
     assert summarize(read_run(wide), "b").targets == "full distribution"
 
@@ -123,7 +125,7 @@ def test_labels_tell_runs_apart(tmp_path: Path) -> None:
     dense = write_run(tmp_path / "dense", "loss.implementation=dense")
     chunked = write_run(tmp_path / "chunked", "loss.implementation=forward_chunked")
     tp3 = write_run(tmp_path / "tp3", recipe="smollm2_cpu_tp3")
-    wide = write_run(tmp_path / "wide", "cluster.gpus_per_node=2")
+    wide = write_run(tmp_path / "wide", "cluster.gpus_per_node=2", "training.global_batch_size=2")
     fast = write_run(tmp_path / "fast", "optimizer.lr=0.01")
     odd = write_run(tmp_path / "odd", "optimizer.lr=0.01", "seed=2", "name=odd")
     again = write_run(tmp_path / "again")
