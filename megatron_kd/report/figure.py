@@ -42,7 +42,7 @@ def comparison_figure(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]
     panels: dict[str, Any] = figure.subplot_mosaic([["kd", "time"], ["kd", "memory"]], width_ratios=(1.7, 1.0))
     _draw_curves(panels["kd"], runs, names)
     _draw_bars(panels["time"], names, [summary.step_time_s for summary in summaries], "Step time, median (s)")
-    _draw_bars(panels["memory"], names, [summary.peak_memory_gib for summary in summaries], "Peak memory (GiB)")
+    _draw_bars(panels["memory"], names, [summary.peak_memory_gib for summary in summaries], _memory_title(runs))
     handles, texts = panels["kd"].get_legend_handles_labels()
     if handles:
         # As many columns as the longest text leaves room for, at about 13 characters an inch.
@@ -149,6 +149,12 @@ def moving_average(values: Sequence[float], width: int) -> list[float]:
         sum(window) / len(window)
         for window in (values[max(index - half, 0) : index + half + 1] for index in range(len(values)))
     ]
+
+
+def _memory_title(runs: Sequence[RunRecord]) -> str:
+    """On a GPU it is what tensors take, on the CPU all that the process holds, libraries included."""
+    on_cpu = {run.setting("cluster.gpu") == "cpu" for run in runs}
+    return f"Peak {'resident ' if on_cpu == {True} else ''}memory (GiB)"
 
 
 def _wrapped(label: str) -> str:

@@ -34,7 +34,7 @@ ROWS: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
     ("waiting for targets", lambda run: seconds(run.cache_wait_s)),
     ("tokens/s, all ranks", lambda run: figure(run.tokens_per_s, 4)),
     ("TFLOP/s per rank", lambda run: figure(run.tflops_per_gpu)),
-    ("peak memory", lambda run: figure(run.peak_memory_gib, 3, "GiB")),
+    ("peak memory of a rank", lambda run: figure(run.peak_memory_gib, 3, "GiB")),
     ("training KD, first → last", lambda run: _change(run.train_kd_first, run.train_kd_last, figure)),
     ("held-out KD, before → after", _heldout),
     ("  unigram model", lambda run: figure(run.unigram_kd)),
