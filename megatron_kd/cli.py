@@ -184,6 +184,7 @@ def evaluate(
     """Measure a student on the held-out rows.
 
     KD loss (nats a token), perplexity and top-1 agreement with the teacher; beside them a unigram model's KD loss.
+    The result is kept in the run directory, unless a run is measured otherwise than its own recipe says.
     """
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
@@ -195,7 +196,8 @@ def evaluate(
     quiet_libraries()
     from megatron_kd.training.evaluation_job import evaluate as job
 
-    result = job(loaded, run if run.is_dir() else None)
+    of_run = run.is_dir()
+    result = job(loaded, run if of_run else None, keep=not (of_run and overrides))
     lines = [f"{name:22} {value:.6g}" for name, value in result.items()]
     print_figures(result, json_, "\n".join(lines))
 

@@ -16,11 +16,14 @@ from megatron_kd.training.session import open_session
 from megatron_kd.training.setup import build_student
 
 
-def evaluate(recipe: Recipe, run_dir: Path | None, *, show_progress: bool = True) -> dict[str, float]:
+def evaluate(
+    recipe: Recipe, run_dir: Path | None, *, keep: bool = True, show_progress: bool = True
+) -> dict[str, float]:
     """Evaluates on this rank and keeps the result in the run directory. Collective over all ranks.
 
     Args:
         run_dir: evaluates its newest checkpoint; None evaluates what the recipe starts with, as iteration 0.
+        keep: False where the recipe is not the run's own: its figures must not pass for those of the run.
 
     Raises:
         CheckpointError: the run has no checkpoint yet.
@@ -47,7 +50,7 @@ def evaluate(recipe: Recipe, run_dir: Path | None, *, show_progress: bool = True
         show_progress=show_progress,
     )
     with fail_together("writing the evaluation"):
-        if session.is_first:
+        if session.is_first and keep:
             write_evaluation(run_dir or Path(recipe.run_dir), place["iteration"], place["tokens"], result, recipe)
     dist.barrier()
     return result

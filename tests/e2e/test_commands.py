@@ -195,3 +195,11 @@ def test_output_may_be_cut_short(recipe: Path) -> None:
         ["bash", "-c", line], cwd=ROOT, env=environment(), capture_output=True, text=True, check=False
     )
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+
+
+def test_a_run_measured_otherwise_keeps_its_own_figures(folder: Path) -> None:
+    kept = folder / f"run/evaluations/iter_{STEPS:07d}.json"
+    before = kept.read_bytes()
+    other = figures(warm("evaluate", folder / "run", "teacher.top_k=3", "--json"))
+    assert other["eval/kd"] < json.loads(before)["eval/kd"], "a coarser bucket divides less"
+    assert kept.read_bytes() == before
