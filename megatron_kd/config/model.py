@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatron_kd.config.base import PathString, Section
 
+_NO_FUNCTION = {"name", "hf", "max_position_embeddings"}
+"""Fields that do not change what the weights compute."""
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -61,6 +64,24 @@ class ModelConfig(Section):
         if self.kv_channels % 2:
             raise ValueError(f"kv_channels {self.kv_channels} must be even: rotary positions turn pairs of channels")
         return self
+
+    def first_difference(
+        self, architecture: Mapping[str, Any], ignore: Collection[str] = ()
+    ) -> tuple[str, Any, Any] | None:
+        """The first field in which an architecture kept elsewhere computes another function than this one.
+
+        Args:
+            architecture: ``model_dump(mode="json")`` of another model. Fields this version does not know count.
+            ignore: fields that may differ, beside name, origin and longest sequence.
+
+        Returns:
+            The field, its value there and its value here; None where there is no difference.
+        """
+        ours = self.model_dump(mode="json")
+        for name, theirs in architecture.items():
+            if name not in _NO_FUNCTION and name not in ignore and ours.get(name) != theirs:
+                return name, theirs, ours.get(name)
+        return None
 
     def with_layers(self, num_layers: int) -> ModelConfig:
         """The same architecture with another depth, named ``<name>_<n>layers`` and without a source of weights."""

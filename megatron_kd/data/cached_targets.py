@@ -27,7 +27,6 @@ _REPAIR = (
     "`megatron-kd cache verify {0}` lists all damage; remove the damaged shards' records from {0}/commits and run "
     "`megatron-kd capture` again, it writes those shards anew"
 )
-_FREE_FIELDS = {"name", "hf", "max_position_embeddings"}
 
 
 class CachedTargets:
@@ -41,8 +40,12 @@ class CachedTargets:
         teacher: ModelConfig,
         top_k: int,
         temperature: float,
+        weights_sha256: str | None = None,
     ) -> None:
         """Opens the cache and compares it with the run; reads no row.
+
+        Args:
+            weights_sha256: of the teacher's weights, where they are at hand; those of the cache must be the same.
 
         Raises:
             CacheError: no cache, missing rows, or one of other samples, another tokenizer, another teacher, fewer
@@ -65,7 +68,7 @@ class CachedTargets:
                 f"{path} was captured at the temperatures {list(manifest.temperatures)}, loss.temperature is "
                 f"{temperature}: choose one of them or capture again with it in teacher.temperatures"
             )
-        _check_teacher(Path(path), manifest.teacher, teacher)
+        _check_teacher(Path(path), manifest.teacher, teacher, weights_sha256)
         self._reader.require_complete()
         self._check_files(Path(path))
 
@@ -136,11 +139,17 @@ def _logsumexp(values: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.asarray(finite + np.log(np.exp(values - finite[:, None]).sum(axis=1)), np.float32)
 
 
-def _check_teacher(path: Path, captured: Any, teacher: ModelConfig) -> None:
-    ours = teacher.model_dump(mode="json")
-    for field, value in captured.get("architecture", {}).items():
-        if field not in _FREE_FIELDS and field in ours and ours[field] != value:
-            raise CacheError(
-                f"{path} was captured from {captured.get('name')!r} with {field} {value}, teacher.model "
-                f"{teacher.name!r} has {ours[field]}: correct teacher.model or teacher.cache"
-            )
+def _check_teacher(path: Path, captured: Any, teacher: ModelConfig, weights_sha256: str | None) -> None:
+    difference = teacher.first_difference(captured.get("architecture", {}))
+    if difference is not None:
+        field, theirs, ours = difference
+        raise CacheError(
+            f"{path} was captured from {captured.get('name')!r} with {field} {theirs}, teacher.model "
+            f"{teacher.name!r} has {ours}: correct teacher.model or teacher.cache"
+        )
+    theirs = captured.get("weights_sha256")
+    if weights_sha256 is not None and theirs is not None and theirs != weights_sha256:
+        raise CacheError(
+            f"{path} was captured from other weights ({theirs[:12]}…) than teacher.checkpoint holds "
+            f"({weights_sha256[:12]}…): correct one of them, or capture into another teacher.cache"
+        )

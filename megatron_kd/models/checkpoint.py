@@ -33,8 +33,6 @@ from megatron_kd.models.checkpoint_files import check_files, one_line
 MODEL_NOTE = "model.json"
 LAYER_PREFIX = "decoder.layers."
 EXTRA_STATE = "_extra_state"
-# Fields of an architecture that do not change the function the weights compute.
-_NOT_IDENTITY = {"name", "hf", "max_position_embeddings"}
 
 
 def publish_directory(partial: Path, final: Path) -> None:
@@ -158,12 +156,10 @@ def read_note(path: Path) -> dict[str, Any]:
 
 def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig, ignore: Sequence[str] = ()) -> None:
     """Raises CheckpointError naming the first field in which a checkpoint is of another model."""
-    ours = model.model_dump(mode="json")
-    for field, theirs in note["architecture"].items():
-        if field not in _NOT_IDENTITY and field not in ignore and ours.get(field) != theirs:
-            raise CheckpointError(
-                f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours.get(field)}"
-            )
+    difference = model.first_difference(note["architecture"], ignore)
+    if difference is not None:
+        field, theirs, ours = difference
+        raise CheckpointError(f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours}")
 
 
 def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: Sequence[int] | None = None) -> None:

@@ -9,6 +9,7 @@ from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.device import fail_together
+from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.capture import check_samples
@@ -81,4 +82,13 @@ def _open_cache(recipe: Recipe, samples: SampleSet) -> CachedTargets:
         teacher=recipe.teacher.model,
         top_k=recipe.teacher.top_k,
         temperature=recipe.loss.temperature,
+        weights_sha256=_teacher_weights(recipe),
     )
+
+
+def _teacher_weights(recipe: Recipe) -> str | None:
+    """The hash of the teacher's weights; None where an offline run has only the cache."""
+    if recipe.teacher.checkpoint is None or not Path(recipe.teacher.checkpoint).is_dir():
+        return None
+    digest: str | None = read_note(Path(recipe.teacher.checkpoint)).get("weights_sha256")
+    return digest

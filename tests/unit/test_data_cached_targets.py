@@ -62,7 +62,11 @@ def make_cache(folder: Path, samples: SampleSet, teacher: ModelConfig, **changes
         rank_table_hash=rank_table_hash(table),
         value_dtype="float32",
         temperatures=TEMPERATURES,
-        teacher={"name": teacher.name, "architecture": teacher.model_dump(mode="json")},
+        teacher={
+            "name": teacher.name,
+            "architecture": teacher.model_dump(mode="json"),
+            "weights_sha256": "a" * 64,
+        },
         tokenizer=samples.tokenizer_identity,
         corpus={"content": samples.manifest["content"]},
     )
@@ -162,6 +166,8 @@ def test_what_does_not_belong_together_is_refused_before_a_row_is_read(
     refused(cache, samples, teacher, r"loss.temperature is 3.0", temperature=3.0)
     other = teacher.model_copy(update={"num_layers": 7})
     refused(cache, samples, other, "num_layers 4, teacher.model 'tiny_llama' has 7")
+    refused(cache, samples, teacher, "captured from other weights", weights_sha256="b" * 64)
+    CachedTargets(cache, samples, teacher=teacher, top_k=K, temperature=1.0, weights_sha256="a" * 64)
     refused(cache, make_samples(tmp_path / "other", seed=1), teacher, "targets of other tokens")
     foreign = make_samples(tmp_path / "foreign", identity={**IDENTITY, "sha256": "xyz", "name": "other"})
     refused(cache, foreign, teacher, "another tokenizer")
