@@ -101,8 +101,6 @@ def test_missing_checkpoints(recipe: Path, tmp_path: Path) -> None:
     # From now on it holds a run.
     for override in (
         "seed=10",
-        "optimizer.lr=1e-2",
-        "optimizer.lr_warmup_iters=1",
         "name=other",
         "teacher.mode=online",
         "loss.implementation=dense",
@@ -110,10 +108,12 @@ def test_missing_checkpoints(recipe: Path, tmp_path: Path) -> None:
     ):
         key, _, value = override.partition("=")
         done = warm("train", recipe, f"run_dir={run}", "seed=9", "training.train_iters=4", override)
-        one_error_line(done, str(run), key, value.replace("1e-2", "0.01"), "another run_dir")
-    # Another length is the same run, gone on with.
-    done = warm("train", recipe, f"run_dir={run}", "seed=9", "training.train_iters=4", "--json")
-    assert json.loads(succeed(done).stdout)["resumed_from"] == 3
+        one_error_line(done, str(run), key, value, "another run_dir")
+    # Another length or rate is the same run, gone on with as the recipe now says.
+    rate = ["optimizer.lr=5e-4", "optimizer.min_lr=5e-4"]
+    done = warm("train", recipe, f"run_dir={run}", "seed=9", "training.train_iters=4", *rate, "--json")
+    report = json.loads(succeed(done).stdout)
+    assert report["resumed_from"] == 3 and report["last"]["optim/lr"] == 5e-4
     # A line that was cut off by a crash is dropped when the run resumes.
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"iteration": 5, "tok')
