@@ -6,6 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from megatron_kd.training.checkpoint import load_checkpoint, newest_checkpoint, 
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
-from megatron_kd.training.run_directory import open_run_directory, truncate_metrics
+from megatron_kd.training.run_directory import exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.session import Session, open_session
 from megatron_kd.training.setup import Student, build_student, wrap_for_training
 from megatron_kd.training.signals import StopOnSignal
@@ -62,13 +63,15 @@ def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
     """
     session = open_session(recipe)
     run_dir = Path(recipe.run_dir)
-    with fail_together(f"opening {run_dir}"):
-        if session.is_first:
-            open_run_directory(recipe)
-    dist.barrier()
-    log = log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log", warn_on_terminal=session.is_first)
-    with log, StopOnSignal() as stop:
-        return _run(session, run_dir, stop, show_progress)
+    with ExitStack() as held:
+        with fail_together(f"opening {run_dir}"):
+            if session.is_first:
+                held.enter_context(exclusive(run_dir))
+                open_run_directory(recipe)
+        dist.barrier()
+        log = log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log", warn_on_terminal=session.is_first)
+        with log, StopOnSignal() as stop:
+            return _run(session, run_dir, stop, show_progress)
 
 
 def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: bool) -> TrainReport:

@@ -5,9 +5,14 @@ recipe.yaml (resolved), environment.json, metrics.jsonl, evaluations/, checkpoin
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import logging
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +47,8 @@ _FIXED = (
     "training.global_batch_size",
 )
 _FREE = ("teacher.model.hf", "student.model.hf")
+logger = logging.getLogger(__name__)
+
 _LIBRARIES = ("torch", "megatron-core", "transformers", "numpy", "numcodecs", "pydantic", "wandb")
 
 
@@ -67,6 +74,28 @@ def open_run_directory(recipe: Recipe) -> Path:
     write_atomic(stored, resolved)
     write_json(path / "environment.json", describe_environment())
     return path
+
+
+@contextmanager
+def exclusive(path: Path) -> Iterator[None]:
+    """Keeps other trainings out of a run directory while entered; a killed process lets go of it by dying.
+
+    Raises:
+        ConfigError: another training holds it.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    with open(path / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{path} is in use by another training: wait for it, stop it, or choose another run_dir"
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+                raise
+            logger.warning("%s lies on a file system without locks: see to it that one training uses it", path)
+        yield
 
 
 def _has_begun(path: Path) -> bool:
