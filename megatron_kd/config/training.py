@@ -27,7 +27,7 @@ class TrainingConfig(Section):
     """Arithmetic of the models; the optimizer keeps float32 master weights."""
     eval_interval: NonNegative = 0
     """Evaluate on the held-out split every so many steps; 0: never during training."""
-    threads: Positive | None = None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each rank; null: chosen from the machine."""
 
     def problems(self, cluster: ClusterConfig, parallelism: ParallelismConfig) -> Iterator[str]:

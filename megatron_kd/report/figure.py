@@ -89,7 +89,7 @@ def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str]) -> 
             "markerfacecolor": "white",
             "markeredgewidth": 1.6,
         }
-        tokens, values = run.series("loss/kd")
+        tokens, values = run.series("kd")
         held_tokens, held = run.evaluation_series("eval/kd")
         if values:
             width = max(len(values) // 40, 1) if len(values) >= SMOOTH_FROM else 1

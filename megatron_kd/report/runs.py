@@ -89,10 +89,19 @@ def read_run(directory: str | Path) -> RunRecord:
         directory=directory,
         recipe=recipe,
         environment=environment,
-        metrics=_by_iteration(metrics),
+        metrics=[_in_nats(row, recipe) for row in _by_iteration(metrics)],
         evaluations=_by_iteration(evaluations),
         notes=notes,
     )
+
+
+def _in_nats(row: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:
+    """Adds ``kd``, the divergence without the T² that scales the loss: evaluations are in that unit."""
+    loss, kd = recipe.get("loss"), number(row.get("loss/kd"))
+    if kd is None:
+        return row
+    temperature = number(loss.get("temperature")) if isinstance(loss, dict) and loss.get("scale_by_t2", True) else None
+    return {**row, "kd": kd / (temperature or 1.0) ** 2}
 
 
 def _read_object(path: Path, notes: list[str]) -> dict[str, Any]:

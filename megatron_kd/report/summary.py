@@ -67,7 +67,7 @@ def summarize(run: RunRecord, label: str) -> RunSummary:
     kd_before, kd_after = _before_after(run, "eval/kd")
     perplexity_before, perplexity_after = _before_after(run, "eval/perplexity")
     agreement_before, agreement_after = _before_after(run, "eval/top1_agreement")
-    train_kd = _values(run.metrics, "loss/kd")
+    train_kd = _values(run.metrics, "kd")
     unigram = _values(run.evaluations, "eval/unigram_kd")
     per_rank, world = _median(run, "perf/tokens_per_s_per_gpu"), world_size(run)
     return RunSummary(

@@ -12,6 +12,7 @@ from megatron_kd.errors import CheckpointError
 from megatron_kd.models.checkpoint import load_weights
 from megatron_kd.training.checkpoint import newest_checkpoint, read_progress
 from megatron_kd.training.evaluate import evaluate_model, write_evaluation
+from megatron_kd.training.run_directory import has_begun
 from megatron_kd.training.session import open_session
 from megatron_kd.training.setup import build_student
 
@@ -30,6 +31,8 @@ def evaluate(
     """
     session = open_session(recipe, for_evaluation=True)
     if run_dir is None:
+        # What a run that has begun started from was measured when it did.
+        keep = keep and not has_begun(Path(recipe.run_dir))
         student = build_student(recipe, session.groups)
         place = {"iteration": 0, "tokens": 0}
     else:

@@ -22,7 +22,7 @@ from megatron_kd.device import any_rank, current_device, fail_together, peak_mem
 from megatron_kd.errors import RemoteRankError
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
-from megatron_kd.training.checkpoint import load_checkpoint, newest_checkpoint, save_checkpoint
+from megatron_kd.training.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
@@ -67,10 +67,13 @@ def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
         with fail_together(f"opening {run_dir}"):
             if session.is_first:
                 held.enter_context(exclusive(run_dir))
-                open_run_directory(recipe)
+                saved = list_checkpoints(run_dir)
+                # A call that finds nothing left to train leaves the record of what was trained alone.
+                finished = bool(saved) and saved[-1][0] >= recipe.training.train_iters
+                open_run_directory(recipe, record=not finished)
         dist.barrier()
         log = log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log", warn_on_terminal=session.is_first)
-        with log, StopOnSignal() as stop:
+        with StopOnSignal() as stop, log:
             return _run(session, run_dir, stop, show_progress)
 
 
@@ -126,7 +129,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
                 _evaluate(session, student, run_dir, writer)
                 reset_peak_memory()
-        if student.iteration > start or saved is None:
+        if student.iteration > start:
             path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
             logger.info("saved %s", path)
         if stopping:

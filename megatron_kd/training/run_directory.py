@@ -9,6 +9,7 @@ import errno
 import fcntl
 import json
 import logging
+import math
 import platform
 import subprocess
 from collections.abc import Iterator
@@ -39,12 +40,15 @@ _FIXED = (
     "loss.scale_by_t2",
     "loss.tail",
     "loss.temperature",
+    "student.checkpoint",
+    "student.from_teacher",
     "student.model",
     "teacher.mode",
     "teacher.model",
     "teacher.targets",
     "teacher.top_k",
     "training.global_batch_size",
+    "training.precision",
 )
 _FREE = ("teacher.model.hf", "student.model.hf")
 logger = logging.getLogger(__name__)
@@ -52,8 +56,11 @@ logger = logging.getLogger(__name__)
 _LIBRARIES = ("torch", "megatron-core", "transformers", "numpy", "numcodecs", "pydantic", "wandb")
 
 
-def open_run_directory(recipe: Recipe) -> Path:
+def open_run_directory(recipe: Recipe, *, record: bool = True) -> Path:
     """Creates the directory, or takes up an existing run of the same recipe. One rank calls this.
+
+    Args:
+        record: write recipe.yaml and environment.json.
 
     Raises:
         ConfigError: the directory holds a run that this recipe does not continue; names the key and both values.
@@ -64,15 +71,16 @@ def open_run_directory(recipe: Recipe) -> Path:
     resolved = dump_recipe(recipe)
     stored = path / "recipe.yaml"
     # A first attempt that ended before its first step binds nobody: its recipe may have been the mistake.
-    if stored.exists() and _has_begun(path):
+    if stored.exists() and has_begun(path):
         for key, before, now in recipe_differences(read_mapping(stored), parse_yaml(resolved, "the recipe")):
             if key.startswith(_FIXED) and not key.startswith(_FREE):
                 raise ConfigError(
                     f"{path} holds a run with {key} {before!r}, the recipe now says {now!r}: "
                     f"choose another run_dir (run_dir={path}_2), or remove the old run"
                 )
-    write_atomic(stored, resolved)
-    write_json(path / "environment.json", describe_environment())
+    if record:
+        write_atomic(stored, resolved)
+        write_json(path / "environment.json", describe_environment())
     return path
 
 
@@ -98,7 +106,8 @@ def exclusive(path: Path) -> Iterator[None]:
         yield
 
 
-def _has_begun(path: Path) -> bool:
+def has_begun(path: Path) -> bool:
+    """Whether a run directory holds steps or checkpoints."""
     metrics = path / "metrics.jsonl"
     return any((path / "checkpoints").glob("iter_*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -133,7 +142,8 @@ def _git(folder: Path, *arguments: str) -> str:
 def truncate_metrics(path: Path, iteration: int) -> None:
     """Drops what was measured behind the iteration a run resumes from, so that every iteration stands there once."""
     for evaluation in (path / "evaluations").glob("iter_*.json"):
-        if int(evaluation.stem.removeprefix("iter_")) > iteration:
+        number = evaluation.stem.removeprefix("iter_")
+        if number.isdigit() and int(number) > iteration:
             evaluation.unlink()
     file = path / "metrics.jsonl"
     if not file.exists():
@@ -144,6 +154,6 @@ def truncate_metrics(path: Path, iteration: int) -> None:
             record = json.loads(line)
         except json.JSONDecodeError:  # the run was killed while it wrote its last line
             break
-        if record["iteration"] <= iteration:
+        if isinstance(record, dict) and record.get("iteration", math.inf) <= iteration:
             kept.append(line)
     write_atomic(file, "".join(line + "\n" for line in kept))

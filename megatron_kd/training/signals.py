@@ -1,15 +1,18 @@
-"""SIGTERM and SIGUSR1: finish the step, save, leave with status 0."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave with status 0."""
 
 from __future__ import annotations
 
 import signal
+import sys
 from types import FrameType, TracebackType
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class StopOnSignal:
     """While entered, the signals only set a flag; the loop asks for it where all ranks can agree.
+
+    A second Ctrl-C ends the process at once.
 
     Attributes:
         received: the name of the first signal, or None.
@@ -20,8 +23,12 @@ class StopOnSignal:
         self._before: dict[signal.Signals, object] = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
         if self.received is None:
             self.received = signal.Signals(number).name
+            if number == signal.SIGINT:
+                print("\nmegatron-kd: saving after this step; Ctrl-C once more ends at once", file=sys.stderr)
 
     def __enter__(self) -> StopOnSignal:
         for number in STOP_SIGNALS:

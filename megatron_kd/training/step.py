@@ -79,7 +79,7 @@ def train_step(
         # The norm is of the whole model, so every rank sees it and stops here.
         raise KDError(
             f"the gradient of iteration {student.iteration + 1} has the norm {float(grad_norm)}: the weights are lost, "
-            "the checkpoints before are good; lower optimizer.lr, or look at the rows of that iteration"
+            "a checkpoint from before is good; lower optimizer.lr, or look at the rows of that iteration"
         )
     if updated:
         student.scheduler.step(increment=recipe.training.global_batch_size)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -203,3 +206,23 @@ def test_a_run_measured_otherwise_keeps_its_own_figures(folder: Path) -> None:
     other = figures(warm("evaluate", folder / "run", "teacher.top_k=3", "--json"))
     assert other["eval/kd"] < json.loads(before)["eval/kd"], "a coarser bucket divides less"
     assert kept.read_bytes() == before
+
+
+def test_what_a_run_recorded_stays_true(recipe: Path, folder: Path) -> None:
+    """Neither a call that trains nothing nor another measure of its beginning rewrites a run."""
+    kept = {name: (folder / "run" / name).read_bytes() for name in ("recipe.yaml", "evaluations/iter_0000000.json")}
+    assert f"iteration {STEPS}, finished" in succeed(warm("train", recipe, "optimizer.lr=0.5")).stdout
+    figures(warm("evaluate", recipe, "loss.tail=truncate", "--json"))
+    assert {name: (folder / "run" / name).read_bytes() for name in kept} == kept
+
+
+def test_a_stop_before_the_first_step_leaves_nothing_to_mend(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    started = start("train", recipe, f"run_dir={run}", "training.train_iters=3")
+    deadline = time.monotonic() + 60
+    while not (run / "logs/rank_0.log").exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(started.pids[0], signal.SIGTERM)
+    (done,) = started.wait()
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    assert "iteration 3, finished" in succeed(warm("train", recipe, f"run_dir={run}", "training.train_iters=3")).stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -30,10 +31,9 @@ def test_commands_exist_and_take_what_is_shown(line: str) -> None:
     command = typer.main.get_command(app)
     words = shlex.split(line)[1:]
     while isinstance(command, click.Group):
-        names = words.pop(0).split("|")  # inspect|verify stands for both
-        for name in names:
-            assert name in command.commands, f"{line}: there is no command {name}"
-        command = command.commands[names[0]]
+        name = words.pop(0)
+        assert name in command.commands, f"{line}: there is no command {name}"
+        command = command.commands[name]
     for word in words:
         if word.startswith("--"):
             assert any(word.split("=")[0] in parameter.opts for parameter in command.params), (
@@ -42,6 +42,13 @@ def test_commands_exist_and_take_what_is_shown(line: str) -> None:
         elif word.endswith(".yaml"):
             assert (ROOT / word).exists(), f"{line}: no file {word}"
             load_recipe(ROOT / word, [w for w in words if "=" in w])
+
+
+def test_the_snippet_runs() -> None:
+    [snippet] = [text for kind, text in BLOCKS if kind == "python"]
+    names: dict[str, Any] = {}
+    exec(snippet, names)
+    assert names["hidden"].grad is not None and names["weight"].grad is not None
 
 
 def test_make_targets_exist() -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import pytest
 
 from megatron_kd.errors import ConfigError
-from megatron_kd.training.run_directory import describe_environment, exclusive
+from megatron_kd.training.run_directory import describe_environment, exclusive, truncate_metrics
+from megatron_kd.training.signals import StopOnSignal
 
 
 def _hold(path: Path, held: Event) -> None:
@@ -30,6 +32,26 @@ def test_one_training_at_a_time_and_the_dead_hold_nothing(tmp_path: Path) -> Non
     other.join()
     with exclusive(tmp_path / "run"):
         pass
+
+
+def test_ctrl_c_asks_first_and_ends_at_the_second() -> None:
+    with StopOnSignal() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received == "SIGINT"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_lines_that_are_no_records_are_dropped(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    for name in ("iter_0000001", "iter_0000009", "iter_mine"):
+        (tmp_path / "evaluations" / f"{name}.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n"x"\n{"iteration": 2}\n{"iteration": 9}\n{"iter')
+    truncate_metrics(tmp_path, 2)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
+    left = sorted(path.stem for path in (tmp_path / "evaluations").iterdir())
+    assert left == ["iter_0000001", "iter_mine"]
 
 
 def test_the_environment_names_versions_revision_and_hardware() -> None:
