@@ -9,7 +9,13 @@ from megatron_kd.device.platform import (
     select_device,
     synchronize,
 )
-from megatron_kd.device.process_group import any_rank, destroy_distributed, fail_together, init_distributed
+from megatron_kd.device.process_group import (
+    any_rank,
+    destroy_distributed,
+    fail_together,
+    init_distributed,
+    on_any_rank,
+)
 from megatron_kd.device.random_state import get_random_state, set_random_state
 
 __all__ = [
@@ -21,6 +27,7 @@ __all__ = [
     "get_random_state",
     "init_distributed",
     "is_cuda",
+    "on_any_rank",
     "peak_memory_bytes",
     "reset_peak_memory",
     "select_device",

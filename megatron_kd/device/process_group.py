@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -41,17 +41,22 @@ def destroy_distributed() -> None:
 
 
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
-    """Whether the flag is set on any rank of the group. One all_reduce(MAX).
+    """Whether the flag is set on any rank of the group; see ``on_any_rank``."""
+    return on_any_rank([flag], group)[0]
+
+
+def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -> list[bool]:
+    """Which of the flags are set on any rank of the group. One all_reduce(MAX).
 
     Raises:
         RemoteRankError: a rank died or did not answer in time.
     """
     if not dist.is_initialized():
-        return flag
-    value = torch.tensor([int(flag)], dtype=torch.int32, device=current_device())
+        return list(flags)
+    values = torch.tensor([int(flag) for flag in flags], dtype=torch.int32, device=current_device())
     try:
-        dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
-        return bool(value.item())
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+        return [bool(value) for value in values.tolist()]
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise RemoteRankError(f"a rank of this job died or no longer answers; look at its log ({reason})") from error

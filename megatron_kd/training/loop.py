@@ -18,7 +18,14 @@ from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch, make_batch
 from megatron_kd.data.prefetch import Prefetcher
 from megatron_kd.data.sampler import SampleOrder
-from megatron_kd.device import any_rank, current_device, fail_together, peak_memory_bytes, reset_peak_memory
+from megatron_kd.device import (
+    any_rank,
+    current_device,
+    fail_together,
+    on_any_rank,
+    peak_memory_bytes,
+    reset_peak_memory,
+)
 from megatron_kd.errors import RemoteRankError
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
@@ -106,13 +113,12 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
         reset_peak_memory()
         while student.iteration < total:
             started = time.perf_counter()
-            try:
-                batches, stopping = _agree(steps, stop)
-            except Exception:
+            batches, error, stopping = _agree(steps, stop)
+            if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
                     save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
-                raise
+                raise error
             if stopping:
                 break
             done = train_step(recipe, student, session.distillation, groups, batches)
@@ -161,22 +167,25 @@ class _StepReader:
         return [make_batch(self._samples, part.tolist(), self._cached) for part in ids]
 
 
-def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], bool]:
-    """The next batches, and whether to stop: one all_reduce(MAX), so that all ranks stop, or fail, at the same step."""
+def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], Exception | None, bool]:
+    """The next batches, what failed on the way, and whether to stop: one exchange, so that all ranks do the same.
+
+    The error is returned, not raised: where one rank's rows failed, every rank gets one here, and all are still there
+    to save. Raised is only what ends that.
+
+    Raises:
+        RemoteRankError: a rank died.
+    """
     batches: list[Batch] = []
     error: Exception | None = None
     try:
         batches = next(steps)
     except Exception as caught:  # whatever it is, the others must hear of it: they would wait in the next collective
         error = caught
-    flags = torch.tensor([error is not None, stop.received is not None], dtype=torch.int32, device=current_device())
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    failed, stopping = (bool(flag) for flag in flags.tolist())
-    if error is not None:
-        raise error
-    if failed:
-        raise RemoteRankError("reading the next rows failed on another rank; its message says why")
-    return batches, stopping
+    failed, stopping = on_any_rank([error is not None, stop.received is not None])
+    if failed and error is None:
+        error = RemoteRankError("reading the next rows failed on another rank; its message says why")
+    return batches, error, stopping
 
 
 def _measure(session: Session, done: StepResult, seconds: float, waited_s: float) -> dict[str, float]:

@@ -29,12 +29,10 @@ class StepResult:
     Attributes:
         metrics: means per token, gradient norm and learning rate, under their public names.
         tokens: unmasked tokens of the global batch.
-        updated: False where the optimizer skipped the step.
     """
 
     metrics: dict[str, float]
     tokens: int
-    updated: bool
 
 
 def train_step(
@@ -89,4 +87,4 @@ def train_step(
     metrics["optim/lr"] = float(lr)
     if grad_norm is not None:
         metrics["optim/grad_norm"] = float(grad_norm)
-    return StepResult(metrics, int(totals["tokens"]), bool(updated))
+    return StepResult(metrics, int(totals["tokens"]))
