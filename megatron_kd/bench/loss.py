@@ -1,44 +1,38 @@
-"""``bench loss``: time, counted bytes and counted FLOPs of every implementation beside three bare GEMMs.
-
-N tokens, D hidden, V vocabulary, K cached tokens. The floor is what no exact gradient can go below: the logits, the
-gradient of the hidden states and that of the head, as one GEMM each.
-"""
+"""``bench loss``: time, counted bytes and counted FLOPs of every implementation and peer beside three bare GEMMs."""
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_kd.device import select_device, synchronize
-from megatron_kd.device.platform import CPU_NAME
-from megatron_kd.errors import ConfigError
-from megatron_kd.losses import IMPLEMENTATIONS, peak_extra_bytes
-from megatron_kd.progress import progress
-from megatron_kd.targets import TopKTargets
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-# What is measured: implementation and mode. The references know no modes.
-CASES = (
-    ("floor", ""),
-    ("fused", "single_pass"),
-    ("fused", "recompute"),
-    ("fused", "frozen_head"),
-    ("fused", "no_grad"),
-    ("forward_chunked", ""),
-    ("dense", ""),
+from megatron_kd.bench.cases import OWN, Case, floor_rows, own_cases
+from megatron_kd.bench.inputs import make_inputs
+from megatron_kd.bench.measure import OUT_OF_MEMORY, Measurement, measure
+from megatron_kd.bench.memory import bounded_host_memory, is_out_of_memory, release_memory
+from megatron_kd.bench.peers import Peer, available_peers
+from megatron_kd.bench.published import published_figures, published_table
+from megatron_kd.bench.settings import (
+    CPU_CHUNK_MIB,
+    DTYPES,
+    GPU_CHUNK_MIB,
+    Setting,
+    check_positive,
+    choose_device,
+    choose_setting,
 )
+from megatron_kd.bench.table import result_tables
+from megatron_kd.device import select_device
+from megatron_kd.device.platform import CPU_NAME
+from megatron_kd.progress import Advance, progress
 
 
 @dataclass(frozen=True)
 class LossBenchmark:
-    """One row of the result.
+    """One row of the result. A case that ran out of memory has no time, ratio or bytes.
 
     Attributes:
         seconds_median: over the rounds, forward and backward (forward alone for ``no_grad``).
@@ -54,149 +48,160 @@ class LossBenchmark:
     vocab: int
     top_k: int
     device: str
-    seconds_median: float
-    ratio_to_floor: float
-    extra_bytes: int
-    flops: int
+    seconds_median: float | None
+    ratio_to_floor: float | None
+    extra_bytes: int | None
+    flops: int | None
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """The rows, one per token number, implementation and mode, and what a reader of them must know."""
+
+    setting: Setting
+    results: list[dict[str, Any]]
+    notes: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """``results`` and ``notes``; with the sizes of the published toy ``published`` as well."""
+        published = published_figures(self.setting)
+        return {"results": self.results, "notes": self.notes, **({"published": published} if published else {})}
+
+    def text(self) -> str:
+        """One table for each token number; with the sizes of the published toy a comparison with its figures."""
+        return "\n\n".join([*result_tables(self.setting, self.results), *published_table(self.setting, self.results)])
 
 
 def bench_loss(
     *,
-    tokens: int,
-    hidden: int,
-    vocab: int,
-    top_k: int,
-    dtype: str = "fp32",
-    chunk_mib: float = 64.0,
+    tokens: Sequence[int] | None = None,
+    hidden: int | None = None,
+    vocab: int | None = None,
+    top_k: int | None = None,
+    dtype: str | None = None,
+    published: bool = False,
+    chunk_mib: float | None = None,
     device: str = CPU_NAME,
+    threads: int | None = None,
     rounds: int = 7,
     show_progress: bool = True,
-) -> list[dict[str, Any]]:
-    """Measures all cases, interleaved round by round after one warm-up, so that load falls on all alike.
+) -> LossReport:
+    """Measures the floor, our implementations in all modes, and the peers that are installed, at each token number.
 
     Args:
-        device: ``cpu`` or ``cuda``.
+        tokens: token numbers N; this and the next four: see ``choose_setting`` for what stands in for None.
+        hidden: D.
+        vocab: V.
+        top_k: K.
+        dtype: of hidden states and head, ``fp32`` or ``bf16``.
+        published: take the published toy for what is not given.
+        chunk_mib: budget of the chunk buffers in MiB; by default 64 on a CPU, 512 on a GPU.
+        device: ``cpu``, ``cuda`` or ``auto``.
+        threads: of torch on the CPU; by default left as they are.
 
     Raises:
         ConfigError: sizes that cannot be, an unknown dtype, no such device.
     """
-    if min(tokens, hidden, vocab, top_k, rounds) < 1 or top_k > vocab or chunk_mib <= 0:
-        raise ConfigError("tokens, hidden, vocab, top-k, rounds and chunk-mib must be positive, top-k at most vocab")
-    if dtype not in DTYPES:
-        raise ConfigError(f"dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")
-    place = select_device(device)
-    inputs = _inputs(tokens, hidden, vocab, top_k, DTYPES[dtype], place)
-    passes = {case: _pass(case, inputs, vocab, int(chunk_mib * 2**20)) for case in CASES}
-    seconds: dict[tuple[str, str], list[float]] = {case: [] for case in CASES}
-    flops: dict[tuple[str, str], int] = {}
-    extra: dict[tuple[str, str], int] = {}
-    with progress("bench loss", len(CASES) * (rounds + 1), unit="passes", enabled=show_progress) as advance:
-        for case, run in passes.items():  # the warm-up counts
-            flops[case] = _count_flops(run)
-            extra[case] = _extra_bytes(run, place)
-            advance(1)
-        for _ in range(rounds):
-            for case, run in passes.items():
-                synchronize()
-                started = time.perf_counter()
-                run()
-                synchronize()
-                seconds[case].append(time.perf_counter() - started)
-                advance(1)
-    floor = seconds[CASES[0]]
-    return [
-        asdict(
-            LossBenchmark(
-                implementation=case[0],
-                mode=case[1],
-                tokens=tokens,
-                hidden=hidden,
-                vocab=vocab,
-                top_k=top_k,
-                device=str(place),
-                seconds_median=statistics.median(seconds[case]),
-                ratio_to_floor=statistics.median(t / f for t, f in zip(seconds[case], floor, strict=True)),
-                extra_bytes=extra[case],
-                flops=flops[case],
-            )
+    check_positive("rounds", rounds)
+    check_positive("chunk-mib", chunk_mib)
+    check_positive("threads", threads)
+    name = choose_device(device)
+    on_cpu = name == CPU_NAME
+    setting = choose_setting(
+        tokens=tokens, hidden=hidden, vocab=vocab, top_k=top_k, dtype=dtype, published=published, on_gpu=not on_cpu
+    )
+    place = select_device(name)
+    chunk_bytes = int((chunk_mib or (CPU_CHUNK_MIB if on_cpu else GPU_CHUNK_MIB)) * 2**20)
+    peers, notes = available_peers(place)
+    results: list[dict[str, Any]] = []
+    passes = len(setting.tokens) * (1 + len(OWN) + len(peers)) * (1 + rounds)
+    with (
+        _threads(threads),
+        bounded_host_memory() if on_cpu else nullcontext(),
+        progress("bench loss", passes, unit="passes", enabled=show_progress) as advance,
+    ):
+        for number in setting.tokens:
+            try:
+                more, remarks = _at(number, setting, peers, chunk_bytes, rounds, place, advance)
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                more, remarks = [], [f"{number:,} tokens are left out: not even the inputs fit into memory"]
+            results += more
+            notes += remarks
+    return LossReport(setting, results, notes + _remarks(peers, setting, results))
+
+
+def _remarks(peers: Sequence[Peer], setting: Setting, results: Sequence[dict[str, Any]]) -> list[str]:
+    """One line for each peer that has a remark, about the most tokens at which it ran."""
+    lines = []
+    for peer in peers:
+        ran = [
+            row["tokens"] for row in results if row["implementation"] == peer.name and row["extra_bytes"] is not None
+        ]
+        remark = peer.remark(max(ran), setting) if ran else ""
+        lines += [f"{peer.name}: {remark}"] if remark else []
+    return lines
+
+
+def _at(
+    tokens: int,
+    setting: Setting,
+    peers: Sequence[Peer],
+    chunk_bytes: int,
+    rounds: int,
+    place: torch.device,
+    advance: Advance,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Rows and notes of one token number."""
+    inputs = make_inputs(tokens, setting.hidden, setting.vocab, setting.top_k, DTYPES[setting.dtype], place)
+    cases = [*own_cases(inputs, chunk_bytes), *(peer.case(inputs) for peer in peers)]
+    found = measure(cases, rounds, place, advance)
+    rows, notes = rows_of(cases, found, setting, tokens, place)
+    itemsize = DTYPES[setting.dtype].itemsize
+    if floor_rows(tokens, setting.vocab, itemsize) < tokens:
+        notes.insert(0, f"at {tokens:,} tokens the floor's GEMMs take the rows in slices of 4 GiB of logits")
+    del inputs, cases  # the next, larger inputs must find their memory free
+    release_memory(place)
+    return rows, notes
+
+
+def rows_of(
+    cases: Sequence[Case],
+    found: Sequence[Measurement],
+    setting: Setting,
+    tokens: int,
+    place: torch.device,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """The rows of ``LossBenchmark``, and a note for each peer that failed and has none. The first case is the floor."""
+    rows, notes = [], []
+    for case, seen in zip(cases, found, strict=True):
+        if seen.failure not in (None, OUT_OF_MEMORY):
+            notes.append(f"{case.name} failed at {tokens:,} tokens: {seen.failure}")
+            continue
+        row = LossBenchmark(
+            implementation=case.implementation,
+            mode=case.mode,
+            tokens=tokens,
+            hidden=setting.hidden,
+            vocab=setting.vocab,
+            top_k=setting.top_k,
+            device=str(place),
+            seconds_median=seen.seconds_median,
+            ratio_to_floor=seen.ratio_to(found[0]),
+            extra_bytes=seen.extra_bytes,
+            flops=seen.flops,
         )
-        for case in CASES
-    ]
+        rows.append(asdict(row))
+    return rows, notes
 
 
-def _count_flops(run: Callable[[], None]) -> int:
-    """FLOPs of all matrix products, the accumulating in-place ones included, which the counter does not know."""
-
-    def product(_: Any, left: tuple[int, int], right: tuple[int, int], **__: Any) -> int:
-        return 2 * left[0] * left[1] * right[1]
-
-    in_place = {torch.ops.aten.addmm_: product}
-    with FlopCounterMode(display=False, custom_mapping=in_place) as counter:
-        run()
-    return int(counter.get_total_flops())
-
-
-def _extra_bytes(run: Callable[[], None], place: torch.device) -> int:
-    if place.type == CPU_NAME:
-        return peak_extra_bytes(run)
-    from megatron_kd.device.platform import peak_memory_bytes, reset_peak_memory
-
-    reset_peak_memory()
-    before = peak_memory_bytes()
-    run()
-    synchronize()
-    return peak_memory_bytes() - before
-
-
-_Inputs = tuple[Tensor, Tensor, TopKTargets, Tensor]
-
-
-def _inputs(tokens: int, hidden: int, vocab: int, top_k: int, dtype: torch.dtype, place: torch.device) -> _Inputs:
-    """Hidden states and head whose logits spread as those of trained models do, and targets that sum to 0.95."""
-    generator = torch.Generator(device=place).manual_seed(0)
-    states = torch.randn(tokens, hidden, generator=generator, device=place).to(dtype)
-    head = (torch.randn(vocab, hidden, generator=generator, device=place) * 2 / hidden**0.5).to(dtype)
-    # Any K distinct ids: a random start and a stride without common factors with the vocabulary.
-    start = torch.randint(vocab, (tokens, 1), generator=generator, device=place)
-    stride = max(1, vocab // top_k)
-    ids = (start + stride * torch.arange(top_k, device=place)) % vocab
-    scores = torch.randn(tokens, top_k, generator=generator, device=place).mul_(2).sort(dim=1, descending=True).values
-    logprobs = torch.log_softmax(scores, dim=1) + torch.log(torch.tensor(0.95))
-    tail = torch.full((tokens,), 0.05, device=place).log()
-    targets = TopKTargets(ids.to(torch.int32), logprobs.to(torch.float16), tail)
-    return states, head, targets, torch.ones(tokens)
-
-
-def _pass(case: tuple[str, str], inputs: _Inputs, vocab: int, chunk_bytes: int) -> Callable[[], None]:
-    states, head, targets, weights = inputs
-    name, mode = case
-    if name == "floor":
-
-        def floor() -> None:
-            logits = states @ head.t()
-            _ = logits @ head
-            _ = logits.t() @ states
-
-        return floor
-
-    method = IMPLEMENTATIONS[name].topk
-
-    def run() -> None:
-        x = states.detach().requires_grad_(mode != "no_grad")
-        w = head.detach().requires_grad_(mode not in ("no_grad", "frozen_head"))
-        out = method(x, w, targets, weights, vocab_size=vocab, mode=mode or "auto", chunk_bytes=chunk_bytes)
-        if out.loss.requires_grad:
-            out.loss.backward()
-
-    return run
-
-
-def table(results: list[dict[str, Any]]) -> str:
-    """The results as lines of text."""
-    lines = [f"{'implementation':<16} {'mode':<12} {'× floor':>8} {'seconds':>9} {'extra MiB':>10} {'GFLOP':>9}"]
-    lines += [
-        f"{r['implementation']:<16} {r['mode']:<12} {r['ratio_to_floor']:>8.2f} {r['seconds_median']:>9.3f} "
-        f"{r['extra_bytes'] / 2**20:>10.1f} {r['flops'] / 1e9:>9.1f}"
-        for r in results
-    ]
-    return "\n".join(lines)
+@contextmanager
+def _threads(number: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if number is not None:
+        torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
