@@ -1,107 +1,125 @@
-"""The divergences on a cached set and its tail: closed forms of value and gradient for one row.
+"""The divergences: value and gradient of one pair of probabilities, and what becomes of the tail.
 
-S is the cached set of a row, p_k the teacher's probability of its id k, p_g that of everything outside; z are the
-student's logits divided by the temperature. A divergence is a function of the student's z_k (k in S), lset =
-logsumexp of z outside S and lse = logsumexp of all z. Its gradient outside S is therefore one number a row:
-dL/dz_j = (∂L/∂lset)·exp(z_j − lset), which is why the large matrix needs no knowledge of the divergence.
+A divergence is D = Σ_i d(p_i, q_i) over the outcomes i of teacher p and student q = softmax(z). With u_i =
+q_i·∂d/∂q_i (up to terms that cancel) its gradient is dD/dz_i = u_i − q_i·E, E = Σ_i u_i. So one function of
+(log p, log q) serves a cached id, the bucket of everything else and every entry of a full vocabulary alike, and the
+only thing that ranks must share beyond the normalisers is the number E a row.
 
 A new divergence is one function and one entry of DIVERGENCES.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
+# KL(student ‖ teacher) is infinite where the teacher gives 0 and the student does not. There, and wherever the
+# teacher gives less than e^−100, its log-probability counts as −100, in value and gradient.
+LOG_P_FLOOR = -100.0
+
+PairTerms = tuple[Tensor, Tensor]
+"""(d, u), of the shape of the arguments."""
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> PairTerms:
+    """KL(p ‖ q): d = p·(log p − log q), u = −p; 0 where p is 0."""
+    p = log_p.exp()
+    # "Not equal to 0" rather than "> 0": NaN in a teacher's row must show as a NaN loss.
+    return torch.where(p != 0, p * (log_p - log_q), 0.0), -p
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> PairTerms:
+    """KL(q ‖ p): d = u = q·(log q − log p); 0 where q is 0, log p floored at ``LOG_P_FLOOR``."""
+    q = log_q.exp()
+    d = torch.where(q != 0, q * (log_q - log_p.clamp(min=LOG_P_FLOOR)), 0.0)
+    return d, d
+
+
+def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> PairTerms:
+    """β·KL(p ‖ m) + (1 − β)·KL(q ‖ m), m = β·p + (1 − β)·q; u = (1 − β)·q·log(q/m).
+
+    log(q/m) is formed from log p − log q by log1p and expm1, whose error is small where p is near q.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    neither = (p == 0) & (q == 0)
+    r = torch.where(neither, 0.0, log_p - log_q)
+    # Each branch of the where sees only arguments for which it neither overflows nor loses digits.
+    below = -torch.log1p(beta * torch.expm1(r.clamp(max=0.0)))
+    above = -r - torch.log1p((1.0 - beta) * torch.expm1(-r.clamp(min=0.0)))
+    log_q_m = torch.where(r <= 0, below, above)
+    log_p_m = torch.where(p != 0, r + log_q_m, 0.0)
+    # r = ∞ (q = 0) gives ∞ − ∞ above; there log(p/m) = −log β.
+    log_p_m = torch.where(r == torch.inf, -math.log(beta), log_p_m)
+    u = (1.0 - beta) * torch.where(q != 0, q * log_q_m, 0.0)
+    return beta * p * log_p_m + u, u
+
+
+def tvd(log_p: Tensor, log_q: Tensor) -> PairTerms:
+    """Total variation ½·Σ|q − p|; u = ½·q·sign(q − p), 0 where they are equal."""
+    q = log_q.exp()
+    difference = q - log_p.exp()
+    return 0.5 * difference.abs(), 0.5 * q * difference.sign()
+
 
 @dataclass(frozen=True)
-class TeacherRows:
-    """The teacher's side of n rows after the treatment of the tail: p [n, K], 0 where unused, and tail [n]."""
-
-    p: Tensor
-    tail: Tensor
-
-
-@dataclass(frozen=True)
-class StudentRows:
-    """The student's side of n rows.
+class Divergence:
+    """A divergence as the row kernels use it.
 
     Attributes:
-        z: [n, K], −inf where this rank does not own the id.
-        owned: bool [n, K].
-        lse: [n], over the vocabulary (over S where the student is renormalised over S).
-        lset: [n], outside S; −inf where nothing lies outside.
+        terms: (log p, log q) → (d, u).
+        expectation: where E comes from when the vocabulary is spread over ranks: ``known`` (Σu = −Σp, which every
+            rank has), ``linear`` (u is linear in the normaliser's logarithm, so E is a sum that fits in the one
+            exchange of the normalisers) or ``exchanged`` (it needs the normaliser first: a second exchange).
+        name: its key in ``DIVERGENCES``, by which fused row kernels choose their formula.
+        beta: of the generalised divergences.
     """
 
-    z: Tensor
-    owned: Tensor
-    lse: Tensor
-    lset: Tensor
+    terms: Callable[[Tensor, Tensor], PairTerms]
+    expectation: str
+    name: str
+    beta: float
+
+    @property
+    def exchanges(self) -> int:
+        """Exchanges over the tensor-parallel group a chunk: 1 or 2."""
+        return 2 if self.expectation == "exchanged" else 1
 
 
-@dataclass(frozen=True)
-class RowResult:
-    """Value and gradient of n rows.
-
-    Attributes:
-        set_loss: [n], the terms of the ids this rank owns: to be summed over the ranks.
-        tail_loss: [n], the term of the tail, the same on every rank.
-        dz: [n, K], 0 where not owned.
-        dlset: [n], ∂L/∂lset through lse as well: the gradient of everything outside S.
-    """
-
-    set_loss: Tensor
-    tail_loss: Tensor
-    dz: Tensor
-    dlset: Tensor
+# Name → (terms, where the expectation comes from).
+DIVERGENCES: dict[str, tuple[Callable[..., PairTerms], str]] = {
+    "forward_kl": (forward_kl, "known"),
+    "reverse_kl": (reverse_kl, "linear"),
+    "jsd": (jsd, "exchanged"),
+    "tvd": (tvd, "exchanged"),
+}
 
 
-RowDivergence = Callable[[TeacherRows, StudentRows], RowResult]
+def make_divergence(name: str, beta: float) -> Divergence:
+    """The divergence of that name; ``beta`` is used by jsd alone."""
+    terms, expectation = DIVERGENCES[name]
+    return Divergence(partial(terms, beta=beta) if name == "jsd" else terms, expectation, name, beta)
 
 
-def forward_kl(teacher: TeacherRows, student: StudentRows) -> RowResult:
-    """Σ p_k(log p_k − z_k + lse) + p_g(log p_g − lset + lse); dz_k = (Σp + p_g)·q_k − p_k.
-
-    The terms are formed as differences of log-probabilities (not as entropy minus cross-entropy), so that a student
-    near its teacher loses no digits. A tail that the student's vocabulary does not have counts as 0.
-    """
-    p, z = teacher.p, student.z
-    tail = torch.where(student.lset == -torch.inf, 0.0, teacher.tail)
-    mass = p.sum(dim=1) + tail
-    log_q = z - student.lse[:, None]
-    log_q_tail = student.lset - student.lse
-    # "Not equal to 0" rather than "> 0": NaN in a broken teacher row must show as a NaN loss.
-    counted = student.owned & (p != 0)
-    set_terms = p * (p.log() - log_q)
-    tail_terms = tail * (tail.log() - log_q_tail)
-    return RowResult(
-        set_loss=torch.where(counted, set_terms, 0.0).sum(dim=1),
-        tail_loss=torch.where(tail != 0, tail_terms, 0.0),
-        dz=torch.where(student.owned, mass[:, None] * log_q.exp() - p, 0.0),
-        dlset=mass * log_q_tail.exp() - tail,
-    )
-
-
-DIVERGENCES: dict[str, RowDivergence] = {"forward_kl": forward_kl}
-
-# Those that exist against a full-vocabulary teacher (full_kernel.py and the dense reference write them out).
-FULL_DIVERGENCES = ("forward_kl",)
+TeacherRows = tuple[Tensor, Tensor]
+"""(p [n, K], 0 where unused; p of the tail [n])."""
 
 
 def _bucket(p: Tensor, tail: Tensor) -> TeacherRows:
-    return TeacherRows(p, tail)
+    return p, tail
 
 
 def _renormalized(p: Tensor, tail: Tensor) -> TeacherRows:
     mass = p.sum(dim=1, keepdim=True)
-    return TeacherRows(p / torch.where(mass == 0, 1.0, mass), torch.zeros_like(tail))
+    return p / torch.where(mass == 0, 1.0, mass), torch.zeros_like(tail)
 
 
 def _truncate(p: Tensor, tail: Tensor) -> TeacherRows:
-    return TeacherRows(p, torch.zeros_like(tail))
+    return p, torch.zeros_like(tail)
 
 
 @dataclass(frozen=True)
@@ -109,25 +127,37 @@ class Tail:
     """How what lies outside the cached ids is treated.
 
     Attributes:
-        teacher: (p [n, K], p_g [n]) → the teacher's rows that the divergence sees.
-        student_over_set: whether the student is renormalised over S too.
+        teacher: (p [n, K], p of the tail [n]) → the teacher's rows that the divergence sees.
+        student_over_set: whether the student is renormalised over the cached ids too.
         divergences: the divergences it is defined for.
+        why: the reason that it is not defined for others.
     """
 
     teacher: Callable[[Tensor, Tensor], TeacherRows]
     student_over_set: bool
     divergences: tuple[str, ...]
+    why: str = ""
 
 
 TAILS: dict[str, Tail] = {
-    # One bucket for all ids outside S: an exact KL between two (K+1)-way distributions, a lower bound of the full KL.
-    "bucket": Tail(_bucket, False, ("forward_kl",)),
+    # One outcome for all ids outside S: an exact divergence between two (K+1)-way distributions, never above the full.
+    "bucket": Tail(_bucket, False, tuple(DIVERGENCES)),
     # The teacher renormalised over S against the student's full softmax.
-    "renormalize_teacher": Tail(_renormalized, False, ("forward_kl",)),
+    "renormalize_teacher": Tail(
+        _renormalized,
+        False,
+        ("forward_kl", "jsd", "tvd"),
+        "the teacher has no mass outside its cached tokens, the student has, and KL(student ‖ teacher) is infinite",
+    ),
     # Both renormalised over S: the student is free outside S.
-    "renormalize_both": Tail(_renormalized, True, ("forward_kl",)),
+    "renormalize_both": Tail(_renormalized, True, tuple(DIVERGENCES)),
     # The raw sum over S: it can be negative, and it is never clamped.
-    "truncate": Tail(_truncate, False, ("forward_kl",)),
+    "truncate": Tail(
+        _truncate,
+        False,
+        ("forward_kl",),
+        "the truncated rows are no distributions, and only the forward KL's sum over the cached tokens means something",
+    ),
 }
 
 
@@ -136,16 +166,19 @@ def check_divergence(divergence: str, tail: str | None, beta: float) -> None:
 
     A ``tail`` of None stands for a full-vocabulary teacher.
     """
-    available = tuple(DIVERGENCES) if tail is not None else FULL_DIVERGENCES
-    if divergence not in available:
-        raise ValueError(f"divergence {divergence!r} is not available; available: {', '.join(available)}")
+    if divergence not in DIVERGENCES:
+        raise ValueError(f"divergence {divergence!r} is not available; available: {', '.join(DIVERGENCES)}")
     if not 0 < beta < 1:
-        raise ValueError(f"beta must lie strictly between 0 and 1, not {beta}")
+        raise ValueError(
+            f"beta must lie strictly between 0 and 1, not {beta}: the limits of jsd are 0, not the forward and "
+            "reverse KL; ask for those by divergence"
+        )
     if tail is None:
         return
     if tail not in TAILS:
         raise ValueError(f"tail {tail!r} is not available; available: {', '.join(TAILS)}")
     if divergence not in TAILS[tail].divergences:
         raise ValueError(
-            f"tail {tail!r} is not defined for divergence {divergence!r}, only for {', '.join(TAILS[tail].divergences)}"
+            f"tail {tail!r} is not defined for divergence {divergence!r}, only for "
+            f"{', '.join(TAILS[tail].divergences)}: {TAILS[tail].why}"
         )

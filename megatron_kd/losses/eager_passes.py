@@ -1,0 +1,157 @@
+"""The passes in eager torch: in place, on a block small enough to stay in the cache between them.
+
+n rows, V columns. ``sums`` leaves the exponentials behind, so that ``write`` needs one multiplication a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron_kd.losses.divergences import Divergence
+from megatron_kd.losses.logits import add_at_, finite_or_zero, row_max, scale_, take
+from megatron_kd.losses.passes import FullPass, PairSums, RowSums, Scaling, TopKPass, slope_at
+
+
+class EagerTopK(TopKPass):
+    """See ``TopKPass``. ``shift`` is None until the block holds exp(z − shift)."""
+
+    def __init__(self, logits: Tensor, scaling: Scaling) -> None:
+        self.logits = logits
+        self.scaling = scaling
+        self.slope = scale_(logits, scaling.temperature, scaling.softcap)
+        self.shift: Tensor | None = None
+
+    def take(self, columns: Tensor, owned: Tensor) -> Tensor:
+        """See the protocol."""
+        return take(self.logits, columns, owned)
+
+    def hide(self, columns: Tensor, owned: Tensor) -> None:
+        """See the protocol."""
+        add_at_(self.logits, columns, torch.where(owned, -torch.inf, 0.0))
+
+    def sums(self, with_ce: bool) -> RowSums:
+        """See the protocol: maximum, subtract, exp, sum."""
+        highest = row_max(self.logits)
+        self._exp(highest)
+        ce_total = self.logits.pow(self.scaling.temperature).sum(dim=1) if with_ce else None
+        return RowSums(highest, self.logits.sum(dim=1), ce_total)
+
+    def _exp(self, shift: Tensor) -> None:
+        self.shift = finite_or_zero(shift)
+        self.logits.sub_(self.shift[:, None]).exp_()
+
+    def write(self, scale: Tensor, shift: Tensor, ce_scale: Tensor | None, ce_shift: Tensor | None) -> None:
+        """See the protocol."""
+        logits, t = self.logits, self.scaling.temperature
+        if self.shift is None:
+            self._exp(shift)
+        assert self.shift is not None
+        factor = scale * (self.shift - finite_or_zero(shift)).exp()
+        if ce_scale is None or ce_shift is None:
+            logits.mul_(factor[:, None])
+        else:
+            ce_factor = ce_scale * (t * self.shift - ce_shift).exp()
+            if t == 1.0:
+                logits.mul_((factor + ce_factor)[:, None])
+            else:
+                ce_part = logits.pow(t).mul_(ce_factor[:, None])
+                logits.mul_(factor[:, None]).add_(ce_part)
+        if self.slope is not None:
+            logits.mul_(self.slope)
+
+    def add(self, columns: Tensor, values: Tensor, z: Tensor) -> None:
+        """See the protocol."""
+        add_at_(self.logits, columns, values * slope_at(z, self.scaling))
+
+
+class EagerFull(FullPass):
+    """See ``FullPass``."""
+
+    def __init__(self, logits: Tensor, scaling: Scaling, teacher_logits: Tensor, teacher_scaling: Scaling) -> None:
+        self.z, self.u = logits, teacher_logits
+        self.scaling = scaling
+        self.slope = scale_(logits, scaling.temperature, scaling.softcap)
+        scale_(teacher_logits, teacher_scaling.temperature, teacher_scaling.softcap)
+
+    def take(self, columns: Tensor, owned: Tensor) -> Tensor:
+        """See the protocol."""
+        return take(self.z, columns, owned)
+
+    def sums(self, divergence: Divergence, with_ce: bool) -> PairSums:
+        """See the protocol; the reference r is u − z at the first column."""
+        z, u = self.z, self.u
+        if z.shape[1] == 0:
+            empty, none = z.new_full(z.shape[:1], -torch.inf), z.new_zeros(z.shape[:1])
+            student = RowSums(empty, none, none if with_ce else None)
+            cross = none if divergence.name in _CROSS_SIGN else None
+            return PairSums(student, RowSums(empty, none, None), empty, none, cross)
+        z_max = row_max(z)
+        z_exp = (z - z_max[:, None]).exp_()
+        ce_total = z_exp.pow(self.scaling.temperature).sum(dim=1) if with_ce else None
+        student = RowSums(z_max, z_exp.sum(dim=1), ce_total)
+        u_max, best = u.max(dim=1, keepdim=True)
+        u_exp = (u - u_max).exp_()
+        teacher = RowSums(u_max[:, 0], u_exp.sum(dim=1), None)
+        offset = u[:, 0] - z[:, 0]
+        cross = None
+        if divergence.name in _CROSS_SIGN:
+            by = u_exp if divergence.name == "forward_kl" else z_exp
+            cross = (u - z).sub_(offset[:, None]).mul_(by).sum(dim=1).mul_(_CROSS_SIGN[divergence.name])
+        return PairSums(student, teacher, z.gather(1, best)[:, 0], offset, cross)
+
+    def values(self, divergence: Divergence, lse_z: Tensor, lse_u: Tensor) -> tuple[Tensor, Tensor]:
+        """See the protocol."""
+        d, u = divergence.terms(self.u - lse_u[:, None], self.z - lse_z[:, None])
+        return d.sum(dim=1), u.sum(dim=1)
+
+    def write(
+        self,
+        divergence: Divergence,
+        lse_z: Tensor,
+        lse_u: Tensor,
+        expectation: Tensor,
+        scale: Tensor,
+        ce_scale: Tensor | None,
+        ce_shift: Tensor | None,
+    ) -> None:
+        """See the protocol."""
+        z, t = self.z, self.scaling.temperature
+        ce_part, log_p, log_q = None, self.u.sub_(lse_u[:, None]), z
+        if ce_scale is not None and ce_shift is not None:
+            ce_part = (z * t).sub_(ce_shift[:, None]).exp_().mul_(ce_scale[:, None])
+        log_q.sub_(lse_z[:, None])
+        if divergence.name == "forward_kl":
+            # The formula below with u = −p and without its temporaries.
+            p = log_p.exp_()
+            z.exp_().mul_((-scale * expectation)[:, None]).addcmul_(p, scale[:, None], value=-1)
+        else:
+            _, terms = divergence.terms(log_p, log_q)
+            z.exp_().mul_(-expectation[:, None]).add_(terms).mul_(scale[:, None])
+        if ce_part is not None:
+            z.add_(ce_part)
+        if self.slope is not None:
+            z.mul_(self.slope)
+
+    def add(self, columns: Tensor, values: Tensor, z: Tensor) -> None:
+        """See the protocol."""
+        add_at_(self.z, columns, values * slope_at(z, self.scaling))
+
+
+# The sign of (u − z − r) in the cross sum.
+_CROSS_SIGN = {"forward_kl": 1.0, "reverse_kl": -1.0}
+
+
+class EagerPasses:
+    """See ``Passes``."""
+
+    name = "eager"
+    keeps_slope = True
+
+    def topk(self, logits: Tensor, scaling: Scaling) -> EagerTopK:
+        """See the protocol."""
+        return EagerTopK(logits, scaling)
+
+    def full(self, logits: Tensor, scaling: Scaling, teacher_logits: Tensor, teacher_scaling: Scaling) -> EagerFull:
+        """See the protocol."""
+        return EagerFull(logits, scaling, teacher_logits, teacher_scaling)
