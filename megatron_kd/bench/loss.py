@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -111,8 +112,10 @@ def bench_loss(
         tokens=tokens, hidden=hidden, vocab=vocab, top_k=top_k, dtype=dtype, published=published, on_gpu=not on_cpu
     )
     place = select_device(name)
+    busy = busy_notes(threads or torch.get_num_threads()) if on_cpu else []
     chunk_bytes = int((chunk_mib or (CPU_CHUNK_MIB if on_cpu else GPU_CHUNK_MIB)) * 2**20)
-    peers, notes = available_peers(place)
+    peers, left_out = available_peers(place)
+    notes = busy + left_out
     results: list[dict[str, Any]] = []
     passes = len(setting.tokens) * (1 + len(OWN) + len(peers)) * (1 + rounds)
     with (
@@ -194,6 +197,21 @@ def rows_of(
         )
         rows.append(asdict(row))
     return rows, notes
+
+
+def busy_notes(threads: int) -> list[str]:
+    """A note where other processes want the same cores: threads that wait for each other then wait for those too.
+
+    Interleaving does not help: passes of many small operators lose far more than three large GEMMs.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0]
+    if load + threads <= cores + 0.5:
+        return []
+    return [
+        f"the machine is busy (load {load:.1f} before the start, {threads} threads wanted, {cores} cores): "
+        "do not trust the times; wait, or take fewer --threads"
+    ]
 
 
 @contextmanager

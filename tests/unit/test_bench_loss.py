@@ -9,7 +9,7 @@ import torch
 
 from megatron_kd.bench.cases import Case, Pass, floor_pass, floor_rows
 from megatron_kd.bench.inputs import make_inputs
-from megatron_kd.bench.loss import LossReport, bench_loss, rows_of
+from megatron_kd.bench.loss import LossReport, bench_loss, busy_notes, rows_of
 from megatron_kd.bench.measure import OUT_OF_MEMORY, Measurement, count_flops, extra_bytes, measure
 from megatron_kd.bench.memory import bounded_host_memory, is_out_of_memory
 from megatron_kd.bench.peers import available_peers
@@ -115,6 +115,12 @@ def test_bfloat16_is_measured() -> None:
     assert [row["seconds_median"] is not None for row in report.results] == [True] * len(expected_projections())
     assert not [note for note in report.notes if "failed" in note]
     assert report.text().splitlines()[0].endswith("top 8, bf16, cpu")
+
+
+def test_a_busy_machine_is_noted() -> None:
+    (note,) = busy_notes(threads=100_000)
+    assert "100000 threads wanted" in note and "take fewer --threads" in note
+    assert busy_notes(threads=-100_000) == [], "there is no such load"
 
 
 def test_threads_are_put_back() -> None:
