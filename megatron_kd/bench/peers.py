@@ -39,7 +39,7 @@ class Peer:
 
     Attributes:
         check: raises ``PeerUnavailableError`` on a device where it cannot be measured.
-        loss: makes a peer's own form of the targets, and returns its loss (summed over the tokens).
+        loss: makes a peer's own form of the targets, and returns its loss.
         remark: (N, sizes) → what a reader of its figures must know, or nothing.
     """
 
@@ -69,8 +69,9 @@ def _import(module: str, *names: str) -> list[Any]:
     try:
         found = importlib.import_module(module)
         return [getattr(found, name) for name in names]
-    except (ImportError, AttributeError) as error:
-        raise PeerUnavailableError(f"{' and '.join(names)} of {module} cannot be imported ({error})") from error
+    except Exception as error:  # of whatever kind: a broken peer must not keep us from measuring the others
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise PeerUnavailableError(f"{' and '.join(names)} of {module} cannot be imported ({reason})") from error
 
 
 def _megatron_lm() -> list[Any]:
