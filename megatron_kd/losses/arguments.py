@@ -184,7 +184,8 @@ def check_values(arguments: LossArguments, targets: TopKTargets | None) -> None:
         return
     _check_ids("targets.ids", targets.ids.amin(dim=1), targets.ids.amax(dim=1), -1, arguments)
     if targets.ids.device.type == "cpu":
-        _check_logs("targets.logprobs", targets.logprobs.amax(dim=1), arguments)
+        used = targets.logprobs.masked_fill(targets.ids < 0, -torch.inf)
+        _check_logs("targets.logprobs", used.amax(dim=1), arguments)
         _check_logs("targets.tail_logmass", targets.tail_logmass, arguments)
 
 
