@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_kd.losses import IMPLEMENTATIONS, peak_extra_bytes
-from megatron_kd.losses.geometry import chunk_rows, plan_rows, row_blocks, tile_shape
+from megatron_kd.losses.geometry import chunk_rows, moved_rows, plan_rows, row_blocks, tile_shape
 from tests.unit.test_losses_oracle import Case, make_case, tiles
 
 
@@ -94,14 +94,18 @@ def test_tile_shape(rows: int, vocab: int, width: float, budget: int) -> None:
     assert 1 <= columns <= vocab and height >= 1
     smallest = min(128, vocab)
     assert height * columns * width <= max(budget, smallest * width)
-    # Not above what the whole vocabulary would take in bytes moved, where a chunk of 128 rows fits either way.
-    if budget > 128 * vocab * width and rows > 128:
+    if vocab * width <= budget:
+        whole = (chunk_rows(rows, vocab * width, budget), vocab)
+        assert moved_rows(rows, vocab, height, columns) <= moved_rows(rows, vocab, *whole)
 
-        def moved(height: float, columns: float) -> float:
-            return 3 * vocab * (rows / height) + 2 * rows * (vocab / columns - 1)
 
-        whole = chunk_rows(rows, vocab * width, budget)
-        assert moved(height, columns) <= 1.35 * moved(whole, vocab) + 3 * vocab
+def test_tiles_of_a_long_context_move_a_fraction_of_the_bytes() -> None:
+    """256K tokens, GPT-OSS's vocabulary on one GPU, 1 GiB: a tenth of what chunks of whole rows move."""
+    rows, vocab, budget = 256 << 10, 201_088, 1 << 30
+    shape = tile_shape(rows, vocab, 6.0, budget)
+    assert shape[1] < vocab / 10 and shape[0] > 10_000
+    whole = (chunk_rows(rows, vocab * 6, budget), vocab)
+    assert moved_rows(rows, vocab, *shape) < 0.1 * moved_rows(rows, vocab, *whole)
 
 
 @pytest.mark.parametrize(
