@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -14,6 +13,7 @@ from megatron_kd.bench.cases import OWN, Case, floor_rows, own_cases
 from megatron_kd.bench.inputs import make_inputs
 from megatron_kd.bench.measure import OUT_OF_MEMORY, Measurement, measure
 from megatron_kd.bench.memory import bounded_host_memory, is_out_of_memory, release_memory
+from megatron_kd.bench.neighbours import Neighbours
 from megatron_kd.bench.peers import Peer, available_peers
 from megatron_kd.bench.published import published_figures, published_table
 from megatron_kd.bench.settings import (
@@ -112,10 +112,8 @@ def bench_loss(
         tokens=tokens, hidden=hidden, vocab=vocab, top_k=top_k, dtype=dtype, published=published, on_gpu=not on_cpu
     )
     place = select_device(name)
-    busy = busy_notes(threads or torch.get_num_threads()) if on_cpu else []
     chunk_bytes = int((chunk_mib or (CPU_CHUNK_MIB if on_cpu else GPU_CHUNK_MIB)) * 2**20)
-    peers, left_out = available_peers(place)
-    notes = busy + left_out
+    peers, notes = available_peers(place)
     results: list[dict[str, Any]] = []
     passes = len(setting.tokens) * (1 + len(OWN) + len(peers)) * (1 + rounds)
     with (
@@ -123,6 +121,7 @@ def bench_loss(
         bounded_host_memory() if on_cpu else nullcontext(),
         progress("bench loss", passes, unit="passes", enabled=show_progress) as advance,
     ):
+        neighbours = Neighbours()
         for number in setting.tokens:
             try:
                 more, remarks = _at(number, setting, peers, chunk_bytes, rounds, place, advance)
@@ -132,6 +131,8 @@ def bench_loss(
                 more, remarks = [], [f"{number:,} tokens are left out: not even the inputs fit into memory"]
             results += more
             notes += remarks
+        if on_cpu:
+            notes += neighbours.notes(torch.get_num_threads())
     return LossReport(setting, results, notes + _remarks(peers, setting, results))
 
 
@@ -197,21 +198,6 @@ def rows_of(
         )
         rows.append(asdict(row))
     return rows, notes
-
-
-def busy_notes(threads: int) -> list[str]:
-    """A note where other processes want the same cores: threads that wait for each other then wait for those too.
-
-    Interleaving does not help: passes of many small operators lose far more than three large GEMMs.
-    """
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    load = os.getloadavg()[0]
-    if load + threads <= cores + 0.5:
-        return []
-    return [
-        f"the machine is busy (load {load:.1f} before the start, {threads} threads wanted, {cores} cores): "
-        "do not trust the times; wait, or take fewer --threads"
-    ]
 
 
 @contextmanager

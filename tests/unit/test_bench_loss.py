@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from typing import Any
 
 import pytest
@@ -9,9 +13,10 @@ import torch
 
 from megatron_kd.bench.cases import Case, Pass, floor_pass, floor_rows
 from megatron_kd.bench.inputs import make_inputs
-from megatron_kd.bench.loss import LossReport, bench_loss, busy_notes, rows_of
+from megatron_kd.bench.loss import LossReport, bench_loss, rows_of
 from megatron_kd.bench.measure import OUT_OF_MEMORY, Measurement, count_flops, extra_bytes, measure
 from megatron_kd.bench.memory import bounded_host_memory, is_out_of_memory
+from megatron_kd.bench.neighbours import Neighbours
 from megatron_kd.bench.peers import available_peers
 from megatron_kd.bench.settings import (
     PUBLISHED,
@@ -117,10 +122,21 @@ def test_bfloat16_is_measured() -> None:
     assert report.text().splitlines()[0].endswith("top 8, bf16, cpu")
 
 
-def test_a_busy_machine_is_noted() -> None:
-    (note,) = busy_notes(threads=100_000)
-    assert "100000 threads wanted" in note and "take fewer --threads" in note
-    assert busy_notes(threads=-100_000) == [], "there is no such load"
+def test_neighbours_are_counted_and_noted() -> None:
+    """A process of our own making that does nothing but count keeps a share of a core, and this one is left out."""
+    with subprocess.Popen(
+        [sys.executable, "-c", "print(flush=True)\nwhile True: pass"], stdout=subprocess.PIPE
+    ) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline()
+            seen = Neighbours()
+            time.sleep(1.0)
+            assert seen.cores() > 0.2
+            (note,) = seen.notes(threads=os.cpu_count() or 1)
+            assert "do not trust the times" in note
+            assert seen.notes(threads=-1000) == []
+        finally:
+            other.kill()
 
 
 def test_threads_are_put_back() -> None:
