@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 # Of a 16-bit head, this much is widened to float32 at a time (and of dW, this much is added at a time on a GPU).
-_PANEL_BYTES = 16 << 20
+_PANEL_BYTES = 4 << 20
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
