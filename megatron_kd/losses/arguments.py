@@ -12,11 +12,31 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_kd.losses.collectives import TensorParallelGroup
+from megatron_kd.losses.divergences import Divergence
 from megatron_kd.losses.projection import compute_dtype
 from megatron_kd.targets import TopKTargets
 
 MODES = ("auto", "single_pass", "frozen_head", "recompute", "no_grad")
 IGNORED_LABEL = -100
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a loss is computed, checked.
+
+    Attributes:
+        tail: of cached targets; None against a full-vocabulary teacher.
+        teacher_logit_softcap: of a full-vocabulary teacher.
+        mode: resolved, never ``auto``.
+        chunk_bytes: None for the default of the device.
+    """
+
+    divergence: Divergence
+    tail: str | None
+    teacher_logit_softcap: float | None
+    mode: str
+    chunk_bytes: int | None
+    main_grad_accumulation: bool
 
 
 @dataclass(frozen=True)
@@ -139,35 +159,51 @@ def check_per_token(name: str, tensor: Tensor, leading: tuple[int, ...], tokens:
 def check_targets(
     targets: TopKTargets, arguments: LossArguments, leading: tuple[int, ...], device: torch.device
 ) -> TopKTargets:
-    """The targets as [N, K]; raises ValueError for another number of tokens, another device or an id that no row of
-    the head stands for.
-
-    Rows of weight 0 may hold anything. On a GPU the ids are checked by a device-side assertion, since reading the
-    answer would stop the host.
-    """
+    """The targets as [N, K]; raises ValueError for another number of tokens, no slots or another device."""
     check_per_token("targets", targets.tail_logmass, leading, arguments.tokens)
     if targets.top_k < 1:
         raise ValueError("targets have no slots (K = 0)")
     if targets.ids.device != device:
         raise ValueError(f"targets lie on {targets.ids.device}, hidden on {device}: move them with targets.to()")
-    flat = targets.flatten()
-    if arguments.tokens:
-        _check_ids("targets.ids", flat.ids.amin(dim=1), flat.ids.amax(dim=1), -1, arguments)
-    return flat
+    return targets.flatten()
 
 
-def check_labels(arguments: LossArguments) -> None:
-    """Raises ValueError for a label that is neither −100 nor in the vocabulary, at a token whose weight is not 0."""
-    if arguments.labels is None or not arguments.tokens:
+def check_values(arguments: LossArguments, targets: TopKTargets | None) -> None:
+    """What only the numbers can tell; raises ValueError, naming the argument, the token and what was seen.
+
+    Ids and labels outside the vocabulary, a tail or log-probability that is NaN or no logarithm of a probability, at
+    a token whose weight is not 0: rows of weight 0 may hold anything. On a GPU ids and labels are checked by a
+    device-side assertion, since reading the answer would stop the host, and a NaN shows as a NaN loss.
+    """
+    if not arguments.tokens:
         return
-    labels = torch.where(arguments.labels == IGNORED_LABEL, 0, arguments.labels)
-    _check_ids("labels", labels, labels, 0, arguments)
+    if arguments.labels is not None:
+        labels = torch.where(arguments.labels == IGNORED_LABEL, 0, arguments.labels)
+        _check_ids("labels", labels, labels, 0, arguments)
+    if targets is None:
+        return
+    _check_ids("targets.ids", targets.ids.amin(dim=1), targets.ids.amax(dim=1), -1, arguments)
+    if targets.ids.device.type == "cpu":
+        _check_logs("targets.logprobs", targets.logprobs.amax(dim=1), arguments)
+        _check_logs("targets.tail_logmass", targets.tail_logmass, arguments)
+
+
+# A log-probability may pass 0 by the rounding of 16-bit storage, not by more.
+_LOG_SLACK = 0.01
+
+
+def _check_logs(name: str, highest: Tensor, arguments: LossArguments) -> None:
+    # NaN compares false, so the question is whether the value is right.
+    wrong = ~(highest <= _LOG_SLACK) & (arguments.token_weights != 0).to(highest.device)
+    if bool(wrong.any()):
+        row = int(wrong.nonzero()[0])
+        raise ValueError(f"{name}: {float(highest[row])} at token {row} is not the logarithm of a probability")
 
 
 def _check_ids(name: str, lowest: Tensor, highest: Tensor, least: int, arguments: LossArguments) -> None:
     wrong = (lowest < least) | (highest >= arguments.vocab_size)
     wrong &= (arguments.token_weights != 0).to(wrong.device)
-    if wrong.is_cuda:
+    if wrong.device.type != "cpu":
         torch._assert_async(~wrong.any())
     elif bool(wrong.any()):
         row = int(wrong.nonzero()[0])
@@ -175,17 +211,28 @@ def _check_ids(name: str, lowest: Tensor, highest: Tensor, least: int, arguments
         raise ValueError(f"{name}: id {value} at token {row} is outside [{least}, {arguments.vocab_size})")
 
 
-def resolve_mode(mode: str, hidden: Tensor, weight: Tensor, microbatches_in_flight: int) -> str:
+def resolve_mode(
+    mode: str,
+    hidden: Tensor,
+    weight: Tensor,
+    arguments: LossArguments,
+    *,
+    microbatches_in_flight: int,
+    gradient_bytes: int | None,
+) -> str:
     """The mode that runs: what was asked for, or the cheapest that gives the gradients that are required.
 
-    ``auto`` is ``no_grad`` where nothing requires a gradient, ``recompute`` where several microbatches are in flight
-    (each would hold its own weight gradient), ``frozen_head`` where only the hidden states require one, else
-    ``single_pass``.
+    ``auto`` is ``no_grad`` where nothing requires a gradient. Else it is a single pass (``frozen_head`` where only the
+    hidden states require a gradient), unless that would hold too much between forward and backward: dH and a float32
+    dW for every microbatch in flight. Too much is more than ``gradient_bytes``; without a budget, any second
+    microbatch. Then it is ``recompute``, which holds nothing of the kind.
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r} is not available; available: {', '.join(MODES)}")
     if microbatches_in_flight < 1:
         raise ValueError(f"microbatches_in_flight must be at least 1, not {microbatches_in_flight}")
+    if gradient_bytes is not None and gradient_bytes < 0:
+        raise ValueError(f"gradient_bytes must not be negative, not {gradient_bytes}")
     trains_head = weight.requires_grad and torch.is_grad_enabled()
     trains_body = hidden.requires_grad and torch.is_grad_enabled()
     if mode == "frozen_head" and trains_head:
@@ -194,6 +241,14 @@ def resolve_mode(mode: str, hidden: Tensor, weight: Tensor, microbatches_in_flig
         return "no_grad"
     if mode != "auto":
         return mode
-    if microbatches_in_flight > 1:
+    # The shard is taken as ⌈vocabulary/tp⌉ rows, so that ranks with uneven shards decide alike.
+    shard = -(-arguments.vocab_size // arguments.tp.size)
+    held = trains_head * shard * weight.shape[1] * arguments.dtype.itemsize
+    held += trains_body * hidden.numel() * hidden.dtype.itemsize
+    if gradient_bytes is None:
+        fits = microbatches_in_flight == 1
+    else:
+        fits = microbatches_in_flight * held <= gradient_bytes
+    if not fits:
         return "recompute"
     return "single_pass" if trains_head else "frozen_head"

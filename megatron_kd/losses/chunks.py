@@ -1,6 +1,7 @@
-"""One chunk after another: hidden rows in, logits out, gradients back. The loop of the fused loss is made of these.
+"""One chunk after another: hidden rows in, logits out, gradients back. The loops of the fused loss are made of these.
 
-c rows in a chunk, s slices (tensor-parallel ranks under sequence parallelism, else 1), D hidden, V vocabulary rows.
+c rows in a chunk, s slices (tensor-parallel ranks under sequence parallelism, else 1), D hidden, V vocabulary rows of
+this rank, C of them in a slice of the vocabulary.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from megatron_kd.losses.arguments import LossArguments
-from megatron_kd.losses.geometry import DEFAULT_CHUNK_BYTES, RowPlan, chunk_rows
-from megatron_kd.losses.kernels import RowBatch
+from megatron_kd.losses.collectives import Pending
+from megatron_kd.losses.geometry import RowPlan
+from megatron_kd.losses.kernels import RowBatch, VocabRange
 from megatron_kd.losses.projection import Projection
+from megatron_kd.losses.rows import Logits
 
 
 @dataclass(frozen=True)
@@ -27,27 +30,12 @@ class Head:
 
 @dataclass(frozen=True)
 class Chunk:
-    """One chunk: the gathered hidden rows [c, D], logits [c, V] (a buffer that the next chunk reuses)."""
+    """Rows of one chunk: hidden states [c, D] as all ranks have them, and the teacher's."""
 
     columns: slice
     batch: RowBatch
     hidden: Tensor
-    logits: Tensor
-    teacher_logits: Tensor | None
-
-
-def chunk_columns(arguments: LossArguments, plan: RowPlan, buffers: int, chunk_bytes: int | None, kind: str) -> int:
-    """Columns in a chunk; ``buffers`` matrices of [c, V] share ``chunk_bytes`` (None: the default of the device).
-
-    The shard is taken as ⌈vocabulary/tp⌉ rows, so that ranks with uneven shards cut alike.
-    """
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
-    budget = chunk_bytes or DEFAULT_CHUNK_BYTES.get(kind, DEFAULT_CHUNK_BYTES["cuda"])
-    shard = -(-arguments.vocab_size // arguments.tp.size)
-    itemsize = 8 if arguments.dtype == torch.float64 else 4
-    rows = chunk_rows(plan.columns * plan.slices, shard * itemsize * buffers, budget)
-    return max(1, rows // plan.slices)
+    teacher_hidden: Tensor | None
 
 
 def take_rows(hidden: Tensor, rows: Tensor | slice) -> Tensor:
@@ -64,52 +52,83 @@ def take_rows(hidden: Tensor, rows: Tensor | slice) -> Tensor:
 
 
 class ChunkLoop:
-    """Yields the chunks of a call, and takes the gradients of each.
+    """The chunks of a call, their logits, and the gradients that are taken of them.
 
-    Collectives per chunk: under sequence parallelism an all_gather of the hidden rows (of the teacher's too) and a
+    ``step`` columns of the plan make a chunk, ``width`` rows of the vocabulary a slice. Collectives per chunk: under
+    sequence parallelism an all_gather of the hidden rows (of the teacher's too), asked for one chunk ahead, and a
     reduce_scatter of dH; otherwise an all_reduce of dH. Chunks without a valid row do not exist, on any rank.
     """
 
     def __init__(
-        self, arguments: LossArguments, plan: RowPlan, columns: int, student: Head, teacher: Head | None
+        self,
+        arguments: LossArguments,
+        plan: RowPlan,
+        step: int,
+        width: int,
+        student: Head,
+        teacher: Head | None,
     ) -> None:
         self.arguments = arguments
         self.plan = plan
-        self.columns = columns
+        self.step = step
         self.student = student
         self.teacher = teacher
-        self.projection = Projection(student.weight, arguments.vocab_rows, arguments.dtype)
-        self.weights = arguments.token_weights.to(student.hidden.device, arguments.dtype, non_blocking=True)
-        self.labels = None if arguments.labels is None else arguments.labels.to(student.hidden.device)
+        device = student.hidden.device
+        self.weights = arguments.token_weights.to(device, arguments.dtype, non_blocking=True)
+        self.labels = None if arguments.labels is None else arguments.labels.to(device, non_blocking=True)
+        rows = arguments.vocab_rows
+        # A shard of nothing but padding still has one slice, of no columns.
+        self.slices = [slice(start, min(rows, start + width)) for start in range(0, max(1, rows), max(1, width))]
+        self.width = min(width, rows)
+        self.projections = [Projection(student.weight, part, arguments.dtype) for part in self.slices]
+        self._teacher_projections = (
+            [] if teacher is None else [Projection(teacher.weight, part, arguments.dtype) for part in self.slices]
+        )
+        self._buffers: dict[tuple[int, bool], Tensor] = {}
 
     def __iter__(self) -> Iterator[Chunk]:
-        plan, device, dtype = self.plan, self.student.hidden.device, self.arguments.dtype
-        most = min(self.columns, plan.columns) * plan.slices
-        shape = (most, self.arguments.vocab_rows)
-        buffer = torch.empty(shape, device=device, dtype=dtype) if most else None
-        teacher_buffer = None
-        if self.teacher is not None and most:
-            teacher_buffer = torch.empty(shape, device=device, dtype=dtype)
-            teacher_projection = Projection(self.teacher.weight, self.arguments.vocab_rows, dtype)
-        for start in range(0, plan.columns, self.columns):
-            assert buffer is not None
-            columns = slice(start, min(plan.columns, start + self.columns))
-            rows = plan.global_rows(columns, device)
+        plan, device = self.plan, self.student.hidden.device
+        columns = [slice(start, min(plan.columns, start + self.step)) for start in range(0, plan.columns, self.step)]
+        coming = self._start_rows(columns[0]) if columns else None
+        for number, part in enumerate(columns):
+            assert coming is not None
+            hidden, teacher_hidden = (None if pending is None else pending.wait() for pending in coming)
+            assert hidden is not None
+            coming = self._start_rows(columns[number + 1]) if number + 1 < len(columns) else None
+            rows = plan.global_rows(part, device)
             batch = RowBatch(rows, self.weights[rows], None if self.labels is None else self.labels[rows])
-            hidden = self._rows(self.student.hidden, columns)
-            logits = buffer[: rows.shape[0]]
-            self.projection.logits(hidden, out=logits)
-            teacher_logits = None
-            if self.teacher is not None and teacher_buffer is not None:
-                teacher_logits = teacher_buffer[: rows.shape[0]]
-                teacher_projection.logits(self._rows(self.teacher.hidden, columns), out=teacher_logits)
-            yield Chunk(columns, batch, hidden, logits, teacher_logits)
+            yield Chunk(part, batch, hidden, teacher_hidden)
 
-    def _rows(self, hidden: Tensor, columns: slice) -> Tensor:
+    def _start_rows(self, columns: slice) -> tuple[Pending, Pending | None]:
+        teacher = None if self.teacher is None else self._start_gather(self.teacher.hidden, columns)
+        return self._start_gather(self.student.hidden, columns), teacher
+
+    def _start_gather(self, hidden: Tensor, columns: slice) -> Pending:
         tp = self.arguments.tp
         if self.plan.slices == 1:
-            return take_rows(hidden, self.plan.local_rows(columns, 0))
-        return tp.gather_rows(take_rows(hidden, self.plan.local_rows(columns, tp.rank)))
+            return Pending(take_rows(hidden, self.plan.local_rows(columns, 0)), None)
+        return tp.start_gather_rows(take_rows(hidden, self.plan.local_rows(columns, tp.rank)))
+
+    def logits(self, chunk: Chunk, part: int = 0, buffer: int = 0) -> Logits:
+        """The logits of a slice of the vocabulary, in buffer number ``buffer``, whatever it held before."""
+        columns = self.slices[part]
+        student = self._buffer(buffer, False, chunk, columns)
+        self.projections[part].logits(chunk.hidden, out=student)
+        teacher = None
+        if chunk.teacher_hidden is not None:
+            teacher = self._buffer(buffer, True, chunk, columns)
+            self._teacher_projections[part].logits(chunk.teacher_hidden, out=teacher)
+        vocab = VocabRange(self.arguments.vocab_start + columns.start, columns.stop - columns.start)
+        return Logits(student, teacher, vocab)
+
+    def _buffer(self, number: int, teacher: bool, chunk: Chunk, columns: slice) -> Tensor:
+        rows, width = chunk.batch.rows.shape[0], columns.stop - columns.start
+        key = (number, teacher)
+        if key not in self._buffers:
+            most = min(self.step, self.plan.columns) * self.plan.slices
+            shape = (most * self.width,)
+            self._buffers[key] = torch.empty(shape, device=chunk.hidden.device, dtype=self.arguments.dtype)
+        return self._buffers[key][: rows * width].view(rows, width)
 
     def new_hidden_gradient(self) -> Tensor:
         """[n, D] for this rank's rows: zeros where some rows are left out, else memory that the chunks fill."""
@@ -125,17 +144,53 @@ class ChunkLoop:
         gradient[0 if self.plan.columns == 0 else rows :].zero_()
         return gradient
 
-    def put_hidden_gradient(self, chunk: Chunk, gradient: Tensor) -> None:
-        """dH of the chunk, whose logits are dz by now, into ``gradient`` [n, D]."""
-        part = self.projection.hidden_gradient(chunk.logits, chunk.hidden)
-        tp, local = self.arguments.tp, 0
-        if self.plan.slices == 1:
-            part = tp.sum_(part)
-        else:
-            part, local = tp.reduce_scatter_rows(part), tp.rank
-        gradient[self.plan.local_rows(chunk.columns, local)] = part.to(gradient.dtype)
 
-    def add_weight_gradient(self, chunk: Chunk, accumulator: Tensor, first: bool) -> None:
-        """accumulator [Vl, D] += dzᵀ·h in its first V rows."""
-        rows = self.arguments.vocab_rows
-        self.projection.add_weight_gradient(chunk.logits, chunk.hidden, accumulator[:rows], first)
+class GradientSink:
+    """Takes dz of chunk after chunk into dH [n, D] and dW [Vl, D] (either may be None)."""
+
+    def __init__(self, loop: ChunkLoop, hidden: Tensor | None, weight: Tensor | None, *, weight_is_new: bool) -> None:
+        self.loop = loop
+        self.hidden = hidden
+        self.weight = weight
+        self.weight_is_new = weight_is_new
+
+    def take(self, chunk: Chunk, dz: Tensor) -> None:
+        """One chunk whose dz [c, V] covers the shard. The reduction of dH runs beside the GEMM of dW."""
+        projection = self.loop.projections[0]
+        narrow = projection.narrow(dz, chunk.hidden)
+        pending = None
+        if self.hidden is not None:
+            pending = self._reduce(projection.hidden_gradient(narrow, chunk.hidden))
+        self._add_weight(chunk, 0, narrow)
+        if pending is not None:
+            self._put(chunk, pending)
+
+    def take_tiles(self, chunk: Chunk, tiles: Iterator[Tensor]) -> None:
+        """One chunk whose dz comes as slices of the vocabulary [c, C]: dH is summed over them first."""
+        total: Tensor | None = None
+        for part, dz in enumerate(tiles):
+            projection = self.loop.projections[part]
+            narrow = projection.narrow(dz, chunk.hidden)
+            if self.hidden is not None:
+                if total is None:
+                    total = torch.zeros(chunk.hidden.shape, dtype=self.loop.arguments.dtype, device=chunk.hidden.device)
+                projection.hidden_gradient(narrow, chunk.hidden, total)
+            self._add_weight(chunk, part, narrow)
+        if total is not None:
+            self._put(chunk, self._reduce(total))
+
+    def _reduce(self, part: Tensor) -> Pending:
+        return self.loop.arguments.tp.start_sum_rows(part, scatter=self.loop.plan.slices > 1)
+
+    def _put(self, chunk: Chunk, pending: Pending) -> None:
+        assert self.hidden is not None
+        plan = self.loop.plan
+        local = self.loop.arguments.tp.rank if plan.slices > 1 else 0
+        self.hidden[plan.local_rows(chunk.columns, local)] = pending.wait().to(self.hidden.dtype)
+
+    def _add_weight(self, chunk: Chunk, part: int, narrow: Tensor) -> None:
+        if self.weight is None:
+            return
+        first = self.weight_is_new and chunk.columns.start == 0
+        into = self.weight[self.loop.slices[part]]
+        self.loop.projections[part].add_weight_gradient(narrow, chunk.hidden, into, first)

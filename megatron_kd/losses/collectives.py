@@ -12,6 +12,23 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+class Pending:
+    """The result of a collective that runs beside other work; nobody reads it before ``wait``."""
+
+    def __init__(self, result: Tensor, work: dist.Work | None, source: Tensor | None = None) -> None:
+        self._result = result
+        self._work = work
+        # What is sent has to stay alive until it is sent.
+        self._source = source
+
+    def wait(self) -> Tensor:
+        """The result. On a GPU the stream waits, not the host."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = self._source = None
+        return self._result
+
+
 class TensorParallelGroup:
     """Rank and size of a process group, and the few collectives the losses need."""
 
@@ -20,27 +37,44 @@ class TensorParallelGroup:
         self.size = 1 if group is None else dist.get_world_size(group)
         self.rank = 0 if group is None else dist.get_rank(group)
 
-    def stack(self, local: Tensor) -> Tensor:
+    def start_stack(self, local: Tensor) -> Pending:
         """``local`` [...] of every rank → [size, ...] in rank order, by one all_gather."""
         if self.size == 1:
-            return local.unsqueeze(0)
+            return Pending(local.unsqueeze(0), None)
+        local = local.contiguous()
         gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
-        dist.all_gather_into_tensor(gathered, local.contiguous(), group=self.group)
-        return gathered.view(self.size, *local.shape)
+        work = dist.all_gather_into_tensor(gathered, local, group=self.group, async_op=True)
+        return Pending(gathered.view(self.size, *local.shape), work, local)
+
+    def stack(self, local: Tensor) -> Tensor:
+        """``start_stack``, waited for."""
+        return self.start_stack(local).wait()
+
+    def start_gather_rows(self, local: Tensor) -> Pending:
+        """[n, D] of every rank → [size·n, D] in rank order."""
+        if self.size == 1:
+            return Pending(local, None)
+        local = local.contiguous()
+        gathered = local.new_empty((self.size * local.shape[0], *local.shape[1:]))
+        return Pending(gathered, dist.all_gather_into_tensor(gathered, local, group=self.group, async_op=True), local)
+
+    def start_sum_rows(self, partial: Tensor, scatter: bool) -> Pending:
+        """Σ over ranks of ``partial`` [size·n, D] (overwritten): of all rows, or of this rank's n with ``scatter``."""
+        if self.size == 1:
+            return Pending(partial, None)
+        if not scatter:
+            return Pending(partial, dist.all_reduce(partial, group=self.group, async_op=True))
+        partial = partial.contiguous()
+        local = partial.new_empty((partial.shape[0] // self.size, *partial.shape[1:]))
+        return Pending(local, dist.reduce_scatter_tensor(local, partial, group=self.group, async_op=True), partial)
 
     def gather_rows(self, local: Tensor) -> Tensor:
         """[n, D] of every rank → [size·n, D] in rank order."""
-        if self.size == 1:
-            return local
-        return self.stack(local).view(-1, *local.shape[1:])
+        return self.start_gather_rows(local).wait()
 
     def reduce_scatter_rows(self, full: Tensor) -> Tensor:
         """[size·n, D] on every rank → the sum over ranks of this rank's n rows [n, D]."""
-        if self.size == 1:
-            return full
-        local = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
-        dist.reduce_scatter_tensor(local, full.contiguous(), group=self.group)
-        return local
+        return self.start_sum_rows(full, scatter=True).wait()
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """``tensor`` (contiguous) summed over the ranks, in place."""

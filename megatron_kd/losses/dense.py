@@ -8,69 +8,72 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_kd.losses.arguments import LossArguments
+from megatron_kd.losses.arguments import LossArguments, Settings
 from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.collectives import differentiable_sum, enter_sharded
 from megatron_kd.losses.divergences import TAILS
 from megatron_kd.losses.logits import row_max
 from megatron_kd.losses.output import DivergenceOutput
-from megatron_kd.losses.reference_math import at_ids, cross_entropy, kl_terms, log_sum_exp, outside_ids, project
+from megatron_kd.losses.reference_math import at_ids, cross_entropy, divergence_terms, log_sum_exp, outside_ids, project
 from megatron_kd.losses.rows import output
 from megatron_kd.losses.target_rows import target_rows
 from megatron_kd.targets import TopKTargets
 
 
 def run_dense_topk(
-    hidden: Tensor, weight: Tensor, targets: TopKTargets, arguments: LossArguments, tail: str
+    hidden: Tensor, weight: Tensor, targets: TopKTargets, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
-    """Forward KL on cached targets, from checked arguments.
+    """A divergence on cached targets, from checked arguments.
 
     Collectives: hidden states enter with identity or all_gather (backward all_reduce or reduce_scatter); three
     logsumexp's maxima and sums and the [N, K] logits of the cached ids are all-reduced (backward: none).
     """
+    assert settings.tail is not None
+    tail, divergence = TAILS[settings.tail], settings.divergence
     y, weights, valid = _logits(hidden, weight, arguments)
     z = y / arguments.temperature
     rows = target_rows(targets, slice(None), valid, arguments.dtype)
+    used = rows.ids >= 0
     z_set = at_ids(z, rows.ids, arguments)
     lse = log_sum_exp(z, arguments.tp)
     lset = log_sum_exp(outside_ids(z, rows.ids, arguments), arguments.tp)
     # A row without ids must not meet −inf − (−inf): a large negative number stands for −inf.
-    lse_set = torch.logsumexp(z_set.masked_fill(rows.ids < 0, torch.finfo(torch.float32).min / 2), dim=1)
+    lse_set = torch.logsumexp(z_set.masked_fill(~used, torch.finfo(torch.float32).min / 2), dim=1)
 
-    teacher = TAILS[tail].teacher(rows.p, rows.tail)
-    normaliser = lse_set if TAILS[tail].student_over_set else lse
-    on_set = kl_terms(teacher.p, z_set - normaliser[:, None]).sum(dim=1)
-    # truncate and renormalize_teacher leave mass outside the formula: their terms are the same, their tail is 0.
-    outside = kl_terms(torch.where(lset == -torch.inf, 0.0, teacher.tail), lset - lse)
+    p, p_tail = tail.teacher(rows.p, rows.tail)
+    normaliser = lse_set if tail.student_over_set else lse
+    log_q = torch.where(used, z_set - normaliser[:, None], -torch.inf)
+    on_set = divergence_terms(divergence, p.log(), log_q).sum(dim=1)
+    outside = torch.zeros_like(on_set)
+    if not tail.student_over_set:
+        # A tail that the student's vocabulary does not have counts as 0.
+        p_tail = torch.where(lset == -torch.inf, 0.0, p_tail)
+        outside = divergence_terms(divergence, p_tail.log(), lset - lse)
 
     z_best = z_set.detach().gather(1, rows.best)[:, 0]
     top1 = (rows.ids.gather(1, rows.best)[:, 0] >= 0) & (z_best >= _highest(z, arguments))
-    student_mass = ((z_set - lse[:, None]).exp() * (rows.ids >= 0)).sum(dim=1)
+    student_mass = ((z_set - lse[:, None]).exp() * used).sum(dim=1)
     return _finish(arguments, y, weights, valid, on_set, outside, rows.p.sum(dim=1), student_mass, top1)
 
 
 def run_dense_full(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher: Head,
-    arguments: LossArguments,
-    teacher_logit_softcap: float | None,
+    hidden: Tensor, weight: Tensor, teacher: Head, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
-    """Forward KL against the teacher's whole distribution, from checked arguments."""
+    """A divergence against the teacher's whole distribution, from checked arguments."""
     y, weights, valid = _logits(hidden, weight, arguments)
     tp = arguments.tp
     with torch.no_grad():
         teacher_rows = _gathered(teacher.hidden, arguments)
-        u = project(teacher_rows, teacher.weight, arguments, teacher_logit_softcap) / arguments.temperature
+        u = project(teacher_rows, teacher.weight, arguments, settings.teacher_logit_softcap) / arguments.temperature
         log_p = u - log_sum_exp(u, tp)[:, None]
-        p = log_p.exp()
     z = y / arguments.temperature
-    lse = log_sum_exp(z, tp)
-    # Σ p·log p − Σ p·z + lse with both sums over all ranks: lse must not enter a partial sum.
-    on_set = _replicated_sum(p * (log_p - z), arguments) + lse
-    one = torch.ones_like(lse)
+    # The normaliser is replicated, the terms are sharded: its gradient is the sum over the shards.
+    lse = enter_sharded(log_sum_exp(z, tp), tp, sequence_parallel=False)
+    terms = divergence_terms(settings.divergence, log_p, z - lse[:, None])
+    on_set = differentiable_sum(terms.sum(dim=1), tp)
+    one = torch.ones_like(on_set)
     top1 = _same_best(z.detach(), u, arguments)
-    return _finish(arguments, y, weights, valid, on_set, torch.zeros_like(lse), one, one, top1)
+    return _finish(arguments, y, weights, valid, on_set, torch.zeros_like(on_set), one, one, top1)
 
 
 def _logits(hidden: Tensor, weight: Tensor, arguments: LossArguments) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,10 +84,6 @@ def _logits(hidden: Tensor, weight: Tensor, arguments: LossArguments) -> tuple[T
 
 def _gathered(hidden: Tensor, arguments: LossArguments) -> Tensor:
     return enter_sharded(hidden.reshape(-1, hidden.shape[-1]), arguments.tp, arguments.sequence_parallel)
-
-
-def _replicated_sum(terms: Tensor, arguments: LossArguments) -> Tensor:
-    return differentiable_sum(terms.sum(dim=1), arguments.tp)
 
 
 def _highest(z: Tensor, arguments: LossArguments) -> Tensor:

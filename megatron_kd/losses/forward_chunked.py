@@ -12,29 +12,28 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron_kd.losses.arguments import LossArguments
-from megatron_kd.losses.chunks import Head, chunk_columns
+from megatron_kd.losses.arguments import LossArguments, Settings
+from megatron_kd.losses.autograd import Source, bytes_per_logit, make_kernel
+from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.collectives import enter_sharded
-from megatron_kd.losses.geometry import RowPlan
-from megatron_kd.losses.kernels import FIGURES, KD, RowBatch, RowKernel
+from megatron_kd.losses.geometry import RowPlan, plan_geometry
+from megatron_kd.losses.kernels import FIGURES, KD, RowBatch, RowKernel, VocabRange
 from megatron_kd.losses.output import DivergenceOutput
-from megatron_kd.losses.rows import chunk_gradient, chunk_values, output, per_token_loss
+from megatron_kd.losses.rows import ChunkRows, Logits, chunk_gradient, output, per_token_loss
 
 
 def run_forward_chunked(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher: Head | None,
-    arguments: LossArguments,
-    kernel: RowKernel[Any],
-    *,
-    chunk_bytes: int | None,
+    hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
     """A loss from checked arguments. All rows are computed, those of weight 0 too."""
+    kernel = make_kernel(source, arguments, settings)
+    teacher = source if isinstance(source, Head) else None
     slices = arguments.tp.size if arguments.sequence_parallel else 1
     plan = RowPlan(arguments.tokens, slices, arguments.tokens // slices, None)
-    buffers = 1 + (teacher is not None) + (arguments.logit_softcap is not None)
-    step = chunk_columns(arguments, plan, buffers, chunk_bytes, hidden.device.type)
+    shard = -(-arguments.vocab_size // arguments.tp.size)
+    buffers = 1 + (arguments.logit_softcap is not None)
+    per_logit = bytes_per_logit(hidden, weight, source, arguments, buffers)
+    step = plan_geometry(plan, shard, per_logit, settings.chunk_bytes, hidden.device, tiles=False).step
     weights = arguments.token_weights.to(hidden.device, arguments.dtype)
     labels = None if arguments.labels is None else arguments.labels.to(hidden.device)
     figures = torch.zeros(FIGURES, arguments.tokens, device=hidden.device, dtype=arguments.dtype)
@@ -87,14 +86,13 @@ class _ChunkLoss(torch.autograd.Function):
         logits: Tensor,
         teacher_logits: Tensor | None,
         batch: RowBatch,
-        kernel: RowKernel[Any],
+        kernel: RowKernel[Any, Any],
         arguments: LossArguments,
     ) -> tuple[Tensor, Tensor]:
-        working = _copies(logits, teacher_logits)
-        values = chunk_values(kernel, arguments, *working, batch, None)
+        values = ChunkRows(kernel, arguments, _copies(logits, teacher_logits, arguments), batch).finish(None)
         arguments.tp.sum_(values.figures[KD])
         ctx.save_for_backward(logits, teacher_logits, values.saved)
-        ctx.batch, ctx.kernel = batch, kernel
+        ctx.batch, ctx.kernel, ctx.arguments = batch, kernel, arguments
         ctx.mark_non_differentiable(values.figures)
         return (per_token_loss(arguments, values.figures) * batch.weights).sum(), values.figures
 
@@ -102,11 +100,12 @@ class _ChunkLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, teacher_logits, saved = ctx.saved_tensors
-        gradient, teacher_copy = _copies(logits, teacher_logits)
-        chunk_gradient(ctx.kernel, gradient, teacher_copy, ctx.batch, saved, ctx.batch.weights * upstream)
-        return gradient, None, None, None, None
+        copies = _copies(logits, teacher_logits, ctx.arguments)
+        chunk_gradient(ctx.kernel, ctx.arguments, copies, ctx.batch, saved, ctx.batch.weights * upstream)
+        return copies.student, None, None, None, None
 
 
-def _copies(logits: Tensor, teacher_logits: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _copies(logits: Tensor, teacher_logits: Tensor | None, arguments: LossArguments) -> Logits:
     """The row kernels overwrite what they are given."""
-    return logits.clone(), None if teacher_logits is None else teacher_logits.clone()
+    part = VocabRange(arguments.vocab_start, arguments.vocab_rows)
+    return Logits(logits.clone(), None if teacher_logits is None else teacher_logits.clone(), part)

@@ -9,24 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_kd.losses.arguments import LossArguments, check_arguments, check_labels, resolve_mode
+from megatron_kd.losses.arguments import LossArguments, Settings, check_arguments, resolve_mode
 from megatron_kd.losses.chunks import Head
-from megatron_kd.losses.divergences import check_divergence
+from megatron_kd.losses.divergences import check_divergence, make_divergence
 from megatron_kd.losses.output import DivergenceOutput
 
-
-@dataclass(frozen=True)
-class FullSettings:
-    """What an implementation chooses by, checked; ``mode`` is resolved (never ``auto``)."""
-
-    divergence: str
-    teacher_logit_softcap: float | None
-    mode: str
-    chunk_bytes: int | None
-    main_grad_accumulation: bool
-
-
-FullMethod = Callable[[Tensor, Tensor, Head, LossArguments, FullSettings], DivergenceOutput]
+FullMethod = Callable[[Tensor, Tensor, Head, LossArguments, Settings], DivergenceOutput]
 
 
 @dataclass(frozen=True)
@@ -64,6 +52,7 @@ class FullDivergence:
         chunk_bytes: int | None = None,
         main_grad_accumulation: bool = False,
         microbatches_in_flight: int = 1,
+        gradient_bytes: int | None = None,
     ) -> DivergenceOutput:
         """The loss; arguments that are not named here are those of ``TopKDivergence``.
 
@@ -77,7 +66,6 @@ class FullDivergence:
             ValueError: for shapes, options or (in CPU memory) labels that cannot be right.
         """
         check_divergence(divergence, None, beta)
-        resolved = resolve_mode(mode, hidden, weight, microbatches_in_flight)
         arguments = check_arguments(
             hidden,
             weight,
@@ -92,9 +80,23 @@ class FullDivergence:
             group=group,
             sequence_parallel=sequence_parallel,
         )
-        check_labels(arguments)
         _check_teacher(hidden, teacher_hidden, teacher_weight, arguments, teacher_logit_softcap)
-        settings = FullSettings(divergence, teacher_logit_softcap, resolved, chunk_bytes, main_grad_accumulation)
+        resolved = resolve_mode(
+            mode,
+            hidden,
+            weight,
+            arguments,
+            microbatches_in_flight=microbatches_in_flight,
+            gradient_bytes=gradient_bytes,
+        )
+        settings = Settings(
+            make_divergence(divergence, beta),
+            None,
+            teacher_logit_softcap,
+            resolved,
+            chunk_bytes,
+            main_grad_accumulation,
+        )
         with (
             torch.set_grad_enabled(torch.is_grad_enabled() and resolved != "no_grad"),
             torch.autocast(hidden.device.type, enabled=False),

@@ -7,20 +7,18 @@ teacher's head a pass over the logits with a full-vocabulary teacher).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.arguments import LossArguments
-from megatron_kd.losses.chunks import ChunkLoop, Head, chunk_columns
-from megatron_kd.losses.geometry import RowPlan, plan_rows
+from megatron_kd.losses.chunks import Chunk, ChunkLoop, GradientSink, Head
+from megatron_kd.losses.geometry import Geometry, RowPlan, row_blocks
 from megatron_kd.losses.kernels import FIGURES, KD, RowKernel
-from megatron_kd.losses.main_grad import accumulate_main_grad, check_main_grad, main_grad_of, wgrad_placeholder
-from megatron_kd.losses.output import DivergenceOutput
-from megatron_kd.losses.rows import chunk_gradient, chunk_values, output, per_token_loss
+from megatron_kd.losses.rows import ChunkRows, TiledRows, chunk_gradient, per_token_loss
 
 
 @dataclass(frozen=True)
@@ -28,163 +26,143 @@ class FusedJob:
     """A call, without the tensors that the backward pass may do without."""
 
     arguments: LossArguments
-    kernel: RowKernel[Any]
+    kernel: RowKernel[Any, Any]
     plan: RowPlan
-    columns: int
-    mode: str
-    main_grad: bool
+    geometry: Geometry
+
+    def loop(self, student: Head, teacher: Head | None) -> ChunkLoop:
+        """The chunks of these tensors."""
+        return ChunkLoop(self.arguments, self.plan, self.geometry.step, self.geometry.width, student, teacher)
 
 
-def run_fused(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher: Head | None,
-    arguments: LossArguments,
-    kernel: RowKernel[Any],
-    *,
-    mode: str,
-    chunk_bytes: int | None,
-    main_grad_accumulation: bool,
-) -> DivergenceOutput:
-    """A fused loss from checked arguments in a resolved ``mode``."""
-    if main_grad_accumulation and weight.requires_grad and mode != "no_grad":
-        check_main_grad(weight)
-    slices = arguments.tp.size if arguments.sequence_parallel else 1
-    plan = plan_rows(arguments.token_weights, slices, hidden.device)
-    buffers = 1 + (teacher is not None) + (arguments.logit_softcap is not None)
-    columns = chunk_columns(arguments, plan, buffers, chunk_bytes, hidden.device.type)
-    job = FusedJob(arguments, kernel, plan, columns, mode, main_grad_accumulation)
-    if mode == "no_grad":
-        with torch.no_grad():
-            loss, figures, _ = _forward(hidden, weight, teacher, job, None, None, save=False)
-    else:
-        teacher_tensors = (None, None) if teacher is None else (teacher.hidden, teacher.weight)
-        loss, figures = _FusedLoss.apply(hidden, weight, *teacher_tensors, job)
-    return output(arguments, loss, figures)
+@dataclass(frozen=True)
+class Gradients:
+    """dH [n, D] and dW [Vl, D]; None for what is not wanted."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+
+    def __bool__(self) -> bool:
+        return self.hidden is not None or self.weight is not None
 
 
-def _forward(
-    hidden: Tensor,
-    weight: Tensor,
-    teacher: Head | None,
-    job: FusedJob,
-    hidden_gradient: Tensor | None,
-    weight_gradient: Tensor | None,
-    *,
-    save: bool,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, figures [6, N], saved [S, rows computed] or None); fills the gradients given, for an upstream of 1."""
+@dataclass(frozen=True)
+class ForwardResult:
+    """Σ w·l, figures [6, N], and saved [S, rows computed] where asked for."""
+
+    loss: Tensor
+    figures: Tensor
+    saved: Tensor | None
+    gradients: Gradients
+
+
+def fused_forward(
+    job: FusedJob, student: Head, teacher: Head | None, *, wants: tuple[bool, bool], save: bool
+) -> ForwardResult:
+    """One pass over the chunks; ``wants`` says which of (dH, dW) are formed on the way, for an upstream of 1."""
     arguments, plan = job.arguments, job.plan
-    with torch.autocast(hidden.device.type, enabled=False):
-        loop = ChunkLoop(arguments, plan, job.columns, Head(hidden.detach(), weight), teacher)
-        figures = torch.zeros(FIGURES, arguments.tokens, device=hidden.device, dtype=arguments.dtype)
-        saved = None
-        if save:
-            saved = figures.new_empty(job.kernel.saved_rows, plan.columns * plan.slices)
-        wants_gradient = hidden_gradient is not None or weight_gradient is not None
-        for chunk in loop:
-            scale = chunk.batch.weights if wants_gradient else None
-            values = chunk_values(job.kernel, arguments, chunk.logits, chunk.teacher_logits, chunk.batch, scale)
-            figures.index_copy_(1, chunk.batch.rows, values.figures)
-            if saved is not None:
-                saved[:, chunk.columns.start * plan.slices : chunk.columns.stop * plan.slices] = values.saved
-            if hidden_gradient is not None:
-                loop.put_hidden_gradient(chunk, hidden_gradient)
-            if weight_gradient is not None:
-                loop.add_weight_gradient(chunk, weight_gradient, first=chunk.columns.start == 0)
-        arguments.tp.sum_(figures[KD])
-        loss = (per_token_loss(arguments, figures) * loop.weights).sum()
-    return loss, figures, saved
+    loop = job.loop(student, teacher)
+    gradients = Gradients(
+        loop.new_hidden_gradient() if wants[0] else None, loop.new_weight_gradient() if wants[1] else None
+    )
+    device = student.hidden.device
+    figures = torch.zeros(FIGURES, arguments.tokens, device=device, dtype=arguments.dtype)
+    saved = figures.new_empty(job.kernel.saved_rows, plan.columns * plan.slices) if save else None
+    steps = _tiled_steps(job, loop) if len(loop.slices) > 1 else _chunk_steps(job, loop, gradients)
+    for chunk, values in steps:
+        figures.index_copy_(1, chunk.batch.rows, values.figures)
+        if saved is not None:
+            saved[:, _computed(plan, chunk)] = values.saved
+    arguments.tp.sum_(figures[KD])
+    loss = (per_token_loss(arguments, figures) * loop.weights).sum()
+    return ForwardResult(loss, figures, saved, gradients)
 
 
-class _FusedLoss(torch.autograd.Function):
-    """(hidden, weight) → loss. Gradients are formed in forward (single_pass) or from fresh logits in backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        teacher_hidden: Tensor | None,
-        teacher_weight: Tensor | None,
-        job: FusedJob,
-    ) -> tuple[Tensor, Tensor]:
-        teacher = None
-        if teacher_hidden is not None and teacher_weight is not None:
-            teacher = Head(teacher_hidden, teacher_weight)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-        ctx.job, ctx.head_parameter = job, weight
-        ctx.hidden_gradient = ctx.weight_gradient = None
-        ctx.hidden_shape, ctx.consumed = hidden.shape, False
-        if job.mode == "recompute":
-            loss, figures, saved = _forward(hidden, weight, teacher, job, None, None, save=True)
-            ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, saved)
-        else:
-            loop = ChunkLoop(job.arguments, job.plan, job.columns, Head(hidden, weight), None)
-            ctx.hidden_gradient = loop.new_hidden_gradient() if needs_hidden else None
-            ctx.weight_gradient = loop.new_weight_gradient() if needs_weight else None
-            loss, figures, _ = _forward(
-                hidden, weight, teacher, job, ctx.hidden_gradient, ctx.weight_gradient, save=False
-            )
-        ctx.mark_non_differentiable(figures)
-        return loss, figures
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        with torch.autocast(upstream.device.type, enabled=False):
-            if ctx.job.mode == "recompute":
-                hidden_gradient, weight_gradient = _recompute(ctx, upstream)
-            else:
-                hidden_gradient, weight_gradient = _scale(ctx, upstream)
-        if hidden_gradient is not None:
-            hidden_gradient = hidden_gradient.view(ctx.hidden_shape)
-        return hidden_gradient, weight_gradient, None, None, None
+def _computed(plan: RowPlan, chunk: Chunk) -> slice:
+    return slice(chunk.columns.start * plan.slices, chunk.columns.stop * plan.slices)
 
 
-def _scale(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The gradients of the single pass, scaled in place: a second copy of dH would cost what dense hidden states do."""
-    if ctx.consumed:
-        raise RuntimeError(
-            "the gradient of a single-pass loss can be taken once: it was formed in forward and has been handed out; "
-            "use mode='recompute' to go backward twice"
-        )
-    ctx.consumed = True
-    hidden_gradient, weight_gradient = ctx.hidden_gradient, ctx.weight_gradient
-    ctx.hidden_gradient = ctx.weight_gradient = None
-    if hidden_gradient is not None:
-        hidden_gradient.mul_(upstream)
-    if weight_gradient is not None:
-        if ctx.job.main_grad:
-            accumulate_main_grad(ctx.head_parameter, weight_gradient, upstream)
-            weight_gradient = wgrad_placeholder(ctx.head_parameter)
-        else:
-            weight_gradient = weight_gradient.mul_(upstream).to(ctx.head_parameter.dtype)
-    return hidden_gradient, weight_gradient
+def _chunk_steps(job: FusedJob, loop: ChunkLoop, gradients: Gradients) -> Iterator[tuple[Chunk, Any]]:
+    """(chunk, values) in order, the gradients taken.
+
+    With several ranks, chunk i waits for its exchange while the logits of chunk i + 1 are computed in the other
+    buffer; a second exchange runs beside the row statistics of chunk i + 1.
+    """
+    overlaps = job.arguments.tp.size > 1
+    sink = GradientSink(loop, gradients.hidden, gradients.weight, weight_is_new=True)
+
+    def settle(chunk: Chunk, rows: ChunkRows) -> tuple[Chunk, Any]:
+        values = rows.finish(chunk.batch.weights if gradients else None)
+        sink.take(chunk, rows.logits.student)
+        return chunk, values
+
+    waiting: tuple[Chunk, ChunkRows] | None = None
+    for number, chunk in enumerate(loop):
+        logits = loop.logits(chunk, buffer=number % 2 if overlaps else 0)
+        if waiting is not None:
+            waiting[1].combine()
+        current = chunk, ChunkRows(job.kernel, job.arguments, logits, chunk.batch)
+        if waiting is not None:
+            yield settle(*waiting)
+        waiting = current
+        if not overlaps:
+            yield settle(*waiting)
+            waiting = None
+    if waiting is not None:
+        yield settle(*waiting)
 
 
-def _recompute(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The logits once more, their gradient by the saved normalisers, then the two gradient GEMMs."""
-    job: FusedJob = ctx.job
-    hidden, weight, teacher_hidden, teacher_weight, saved = ctx.saved_tensors
-    needs_hidden, needs_weight = ctx.needs_input_grad[:2]
-    teacher = None if teacher_hidden is None else Head(teacher_hidden, teacher_weight)
-    loop = ChunkLoop(job.arguments, job.plan, job.columns, Head(hidden.detach(), weight), teacher)
-    hidden_gradient = loop.new_hidden_gradient() if needs_hidden else None
-    weight_gradient = None
-    if needs_weight:
-        weight_gradient = main_grad_of(ctx.head_parameter) if job.main_grad else loop.new_weight_gradient()
-    slices = job.plan.slices
+def _tiled_steps(job: FusedJob, loop: ChunkLoop) -> Iterator[tuple[Chunk, Any]]:
+    """(chunk, values) in order, the vocabulary in slices."""
     for chunk in loop:
-        part = slice(chunk.columns.start * slices, chunk.columns.stop * slices)
+        rows = _tiled_rows(job, loop, chunk)
+        for part in range(len(loop.slices)):
+            rows.add(loop.logits(chunk, part))
+        yield chunk, rows.finish()
+
+
+def _tiled_rows(job: FusedJob, loop: ChunkLoop, chunk: Chunk) -> TiledRows:
+    itemsize = job.arguments.dtype.itemsize
+    blocks = row_blocks(chunk.batch.rows.shape[0], loop.width * itemsize, chunk.hidden.device)
+    return TiledRows(job.kernel, job.arguments, chunk.batch, list(blocks))
+
+
+def recompute_backward(
+    job: FusedJob,
+    student: Head,
+    teacher: Head | None,
+    saved: Tensor,
+    upstream: Tensor,
+    *,
+    wants_hidden: bool,
+    weight_into: Tensor | None,
+    wants_weight: bool,
+) -> Gradients:
+    """The logits once more, their gradient by the saved normalisers, then the two gradient GEMMs.
+
+    ``weight_into`` [Vl, D] is added to where given (Megatron-Core's main_grad), else dW is made anew.
+    """
+    loop = job.loop(student, teacher)
+    hidden = loop.new_hidden_gradient() if wants_hidden else None
+    weight = None
+    if wants_weight:
+        weight = loop.new_weight_gradient() if weight_into is None else weight_into
+    sink = GradientSink(loop, hidden, weight, weight_is_new=weight_into is None)
+    for chunk in loop:
+        part = saved[:, _computed(job.plan, chunk)]
         scale = chunk.batch.weights * upstream
-        chunk_gradient(job.kernel, chunk.logits, chunk.teacher_logits, chunk.batch, saved[:, part], scale)
-        if hidden_gradient is not None:
-            loop.put_hidden_gradient(chunk, hidden_gradient)
-        if weight_gradient is not None:
-            loop.add_weight_gradient(chunk, weight_gradient, first=not job.main_grad and chunk.columns.start == 0)
-    if weight_gradient is not None:
-        if job.main_grad:
-            return hidden_gradient, wgrad_placeholder(ctx.head_parameter)
-        weight_gradient = weight_gradient.to(weight.dtype)
-    return hidden_gradient, weight_gradient
+        if len(loop.slices) == 1:
+            logits = loop.logits(chunk)
+            chunk_gradient(job.kernel, job.arguments, logits, chunk.batch, part, scale)
+            sink.take(chunk, logits.student)
+        else:
+            sink.take_tiles(chunk, _tile_gradients(job, loop, chunk, part, scale))
+    return Gradients(hidden, weight)
+
+
+def _tile_gradients(job: FusedJob, loop: ChunkLoop, chunk: Chunk, saved: Tensor, scale: Tensor) -> Iterator[Tensor]:
+    rows = _tiled_rows(job, loop, chunk)
+    for part in range(len(loop.slices)):
+        logits = loop.logits(chunk, part)
+        rows.gradient(logits, saved, scale)
+        yield logits.student

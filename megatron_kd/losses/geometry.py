@@ -20,12 +20,12 @@ BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
 _ROW_MULTIPLE = 128
 
 
-def chunk_rows(rows: int, bytes_per_row: int, chunk_bytes: int) -> int:
+def chunk_rows(rows: int, bytes_per_row: float, chunk_bytes: int) -> int:
     """Rows in a chunk: as few chunks as ``chunk_bytes`` allows, balanced so that the last is not a sliver.
 
     A multiple of 128 where the budget allows 128 rows or more; at least 1 whatever the budget.
     """
-    most = max(1, chunk_bytes // max(1, bytes_per_row))
+    most = max(1, int(chunk_bytes // max(1, bytes_per_row)))
     multiple = _ROW_MULTIPLE if most >= _ROW_MULTIPLE else 1
     most -= most % multiple
     chunks = max(1, -(-rows // most))
@@ -33,11 +33,57 @@ def chunk_rows(rows: int, bytes_per_row: int, chunk_bytes: int) -> int:
     return min(most, -(-balanced // multiple) * multiple)
 
 
+# From so many rows on, ``recompute`` and ``no_grad`` cut the vocabulary as well (see ``tile_shape``).
+LONG_CONTEXT_ROWS = 128 << 10
+
+
+def tile_shape(rows: int, vocab: int, bytes_per_logit: float, budget: int) -> tuple[int, int]:
+    """(rows, columns) of a tile of logits within ``budget`` bytes that moves the fewest bytes.
+
+    With R·C = E logits in a tile of N rows and V columns, recompute reads W and reads and writes dW once per block of
+    rows (three passes of V·D float32, N/R times) and reads and writes dH once per slice of the vocabulary beyond the
+    first (two passes of N·D, V/C times): N·D·(3·V·C/E + 2·V/C), least at C = √(2E/3). Multiples of 128.
+    """
+    logits = max(1, int(budget // bytes_per_logit))
+    columns = int((2 * logits / 3) ** 0.5) // _ROW_MULTIPLE * _ROW_MULTIPLE
+    columns = min(vocab, max(_ROW_MULTIPLE, columns))
+    slices = max(1, -(-vocab // columns))
+    columns = max(1, -(-vocab // slices))
+    return chunk_rows(rows, columns, logits), columns
+
+
 def row_blocks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:
     """Slices of a chunk of ``rows`` rows for the elementwise passes."""
     step = max(1, BLOCK_BYTES.get(device.type, BLOCK_BYTES["cuda"]) // max(1, bytes_per_row))
     for start in range(0, rows, step):
         yield slice(start, min(rows, start + step))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How the computation is cut: ``step`` columns of the row plan by ``width`` rows of the vocabulary at a time."""
+
+    step: int
+    width: int
+
+
+def plan_geometry(
+    plan: RowPlan, vocab: int, bytes_per_logit: float, chunk_bytes: int | None, device: torch.device, *, tiles: bool
+) -> Geometry:
+    """Chunks within ``chunk_bytes`` (None: the default of the device) of a shard of ``vocab`` rows.
+
+    ``bytes_per_logit`` counts all buffers. With ``tiles``, from ``LONG_CONTEXT_ROWS`` rows on the vocabulary is cut
+    as well. Raises ValueError for a budget that is not positive.
+    """
+    if chunk_bytes is not None and chunk_bytes < 1:
+        raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
+    budget = chunk_bytes or DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cuda"])
+    rows = plan.columns * plan.slices
+    if tiles and rows >= LONG_CONTEXT_ROWS:
+        height, width = tile_shape(rows, vocab, bytes_per_logit, budget)
+    else:
+        height, width = chunk_rows(rows, vocab * bytes_per_logit, budget), vocab
+    return Geometry(max(1, height // plan.slices), max(1, width))
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megatron_kd.losses.arguments import LossArguments
+from megatron_kd.losses.arguments import LossArguments, Settings, check_values
+from megatron_kd.losses.autograd import Source, run_fused
 from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.dense import run_dense_full, run_dense_topk
 from megatron_kd.losses.forward_chunked import run_forward_chunked
-from megatron_kd.losses.full import FullDivergence, FullSettings
-from megatron_kd.losses.full_kernel import FullKernel
-from megatron_kd.losses.fused import run_fused
+from megatron_kd.losses.full import FullDivergence
 from megatron_kd.losses.output import DivergenceOutput
-from megatron_kd.losses.topk import TopKDivergence, TopKSettings
-from megatron_kd.losses.topk_kernel import TopKKernel
+from megatron_kd.losses.topk import TopKDivergence
 from megatron_kd.targets import TopKTargets
 
 
@@ -27,69 +25,39 @@ class Implementation:
     full: FullDivergence
 
 
-def _fused_topk(
-    hidden: Tensor, weight: Tensor, targets: TopKTargets, arguments: LossArguments, settings: TopKSettings
+def _fused(
+    hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
-    kernel = TopKKernel(arguments, targets, settings.divergence, settings.tail)
-    return run_fused(
-        hidden,
-        weight,
-        None,
-        arguments,
-        kernel,
-        mode=settings.mode,
-        chunk_bytes=settings.chunk_bytes,
-        main_grad_accumulation=settings.main_grad_accumulation,
-    )
+    _check_values(arguments, source)
+    return run_fused(hidden, weight, source, arguments, settings)
 
 
-def _fused_full(
-    hidden: Tensor, weight: Tensor, teacher: Head, arguments: LossArguments, settings: FullSettings
+def _forward_chunked(
+    hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
-    return run_fused(
-        hidden,
-        weight,
-        teacher,
-        arguments,
-        FullKernel(arguments, settings.teacher_logit_softcap),
-        mode=settings.mode,
-        chunk_bytes=settings.chunk_bytes,
-        main_grad_accumulation=settings.main_grad_accumulation,
-    )
+    _check_values(arguments, source)
+    return run_forward_chunked(hidden, weight, source, arguments, settings)
 
 
-def _forward_chunked_topk(
-    hidden: Tensor, weight: Tensor, targets: TopKTargets, arguments: LossArguments, settings: TopKSettings
+def _dense(
+    hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
-    kernel = TopKKernel(arguments, targets, settings.divergence, settings.tail)
-    return run_forward_chunked(hidden, weight, None, arguments, kernel, chunk_bytes=settings.chunk_bytes)
+    _check_values(arguments, source)
+    if isinstance(source, TopKTargets):
+        return run_dense_topk(hidden, weight, source, arguments, settings)
+    return run_dense_full(hidden, weight, source, arguments, settings)
 
 
-def _forward_chunked_full(
-    hidden: Tensor, weight: Tensor, teacher: Head, arguments: LossArguments, settings: FullSettings
-) -> DivergenceOutput:
-    kernel = FullKernel(arguments, settings.teacher_logit_softcap)
-    return run_forward_chunked(hidden, weight, teacher, arguments, kernel, chunk_bytes=settings.chunk_bytes)
+def _check_values(arguments: LossArguments, source: Source) -> None:
+    check_values(arguments, None if isinstance(source, Head) else source)
 
 
-def _dense_topk(
-    hidden: Tensor, weight: Tensor, targets: TopKTargets, arguments: LossArguments, settings: TopKSettings
-) -> DivergenceOutput:
-    return run_dense_topk(hidden, weight, targets, arguments, settings.tail)
-
-
-def _dense_full(
-    hidden: Tensor, weight: Tensor, teacher: Head, arguments: LossArguments, settings: FullSettings
-) -> DivergenceOutput:
-    return run_dense_full(hidden, weight, teacher, arguments, settings.teacher_logit_softcap)
-
-
-linear_topk_divergence = TopKDivergence(_fused_topk)
-linear_full_divergence = FullDivergence(_fused_full)
-forward_chunked_topk_divergence = TopKDivergence(_forward_chunked_topk)
-forward_chunked_full_divergence = FullDivergence(_forward_chunked_full)
-dense_topk_divergence = TopKDivergence(_dense_topk)
-dense_full_divergence = FullDivergence(_dense_full)
+linear_topk_divergence = TopKDivergence(_fused)
+linear_full_divergence = FullDivergence(_fused)
+forward_chunked_topk_divergence = TopKDivergence(_forward_chunked)
+forward_chunked_full_divergence = FullDivergence(_forward_chunked)
+dense_topk_divergence = TopKDivergence(_dense)
+dense_full_divergence = FullDivergence(_dense)
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "dense": Implementation(dense_topk_divergence, dense_full_divergence),

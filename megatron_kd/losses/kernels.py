@@ -1,13 +1,14 @@
 """What a row kernel is: the elementwise half of a fused loss, between the logits GEMM and the two gradient GEMMs.
 
-A kernel works on a block of n rows in two halves, with the exchange over the tensor-parallel group between them:
+A kernel works on a block of n rows in three steps, with exchanges over the tensor-parallel group between them:
 
-    work = kernel.begin(logits, teacher_logits, rows)        local sums; the logits become exponentials, in place
-    gathered = all_gather(work.packed)                       [tp, F, n], the only exchange
-    values = kernel.finish(work, gathered, gradient_scale)   the logits become w·dL/dlogits, in place
+    work = kernel.begin(logits, teacher_logits, rows, part)  local sums
+    second = kernel.combine(work, all_gather(work.packed))   global normalisers; [1, n] for a second exchange, or None
+    values = kernel.finish(work, all_gather(second), scale)  the logits become scale·dL/dlogits, in place
 
-The driver may put other work between the halves, which is where an overlapped exchange fits. ``kernel.gradient``
-forms the same gradient from fresh logits and saved normalisers, without an exchange.
+The driver puts other work between the steps, which is where the exchanges hide. Where the vocabulary comes in slices,
+their works are merged before ``combine``. ``kernel.gradient`` forms the same gradient from fresh logits and saved
+normalisers, without an exchange.
 """
 
 from __future__ import annotations
@@ -19,10 +20,21 @@ import torch
 from torch import Tensor
 
 from megatron_kd.losses.arguments import IGNORED_LABEL, LossArguments
+from megatron_kd.losses.divergences import Divergence
+from megatron_kd.losses.logits import owned_columns
+from megatron_kd.losses.passes import FullPass, Passes, TopKPass
 
-# The rows of RowValues.figures. KD is the part of this rank's ids, to be summed over the ranks at the end.
+# The rows of RowValues.figures. KD is the part of this rank's vocabulary, to be summed over the ranks at the end.
 KD, TAIL, CE, TEACHER_MASS, STUDENT_MASS, TOP1 = range(6)
 FIGURES = 6
+
+
+@dataclass(frozen=True)
+class VocabRange:
+    """The columns of a block: ``rows`` ids of the vocabulary from ``start`` on."""
+
+    start: int
+    rows: int
 
 
 @dataclass(frozen=True)
@@ -57,33 +69,80 @@ class RowValues:
 
 
 class RowWork(Protocol):
-    """What ``begin`` leaves for ``finish``."""
+    """What ``begin`` leaves for the later steps."""
 
     @property
     def packed(self) -> Tensor:
-        """[F, n], this rank's part of the exchange."""
+        """[F, n], this rank's part of the first exchange."""
 
 
-class RowKernel[W: RowWork](Protocol):
-    """The elementwise half of a fused loss. Logits are [n, V]; those of the teacher are None for cached targets."""
+class RowKernel[R, W: RowWork](Protocol):
+    """The elementwise half of a fused loss. Logits are [n, V]; those of the teacher are None for cached targets.
 
+    Attributes:
+        saved_rows: S of ``RowValues.saved``.
+        tileable: whether a block may come as slices of the vocabulary.
+    """
+
+    passes: Passes
+    divergence: Divergence
     saved_rows: int
+    tileable: bool
 
-    def begin(self, logits: Tensor, teacher_logits: Tensor | None, batch: RowBatch) -> W:
-        """The local half. Overwrites the logits."""
+    def prepare(self, batch: RowBatch) -> R:
+        """What does not depend on the logits."""
 
-    def finish(self, work: W, gathered: Tensor, scale: Tensor | None) -> RowValues:
-        """The global half. With ``scale`` [n] (w, or g·w) the logits become scale·dL/dlogits."""
+    def begin(self, logits: Tensor, teacher_logits: Tensor | None, rows: R, part: VocabRange) -> W:
+        """The local sums. Overwrites the logits."""
+
+    def merge(self, works: list[W]) -> W:
+        """The works of consecutive slices of the vocabulary as one, whose logits are gone."""
+
+    def combine(self, work: W, gathered: Tensor) -> Tensor | None:
+        """Takes [tp, F, n] in rank order; returns this rank's part [1, n] of a second exchange, or None."""
+
+    def finish(self, work: W, gathered: Tensor | None, scale: Tensor | None) -> RowValues:
+        """Takes the second exchange [tp, 1, n]. With ``scale`` [n] the logits become scale·dL/dlogits."""
 
     def gradient(
-        self, logits: Tensor, teacher_logits: Tensor | None, batch: RowBatch, saved: Tensor, scale: Tensor
+        self, logits: Tensor, teacher_logits: Tensor | None, rows: R, part: VocabRange, saved: Tensor, scale: Tensor
     ) -> None:
         """Overwrites fresh logits with scale·dL/dlogits, by the saved normalisers."""
 
 
-def label_rows(arguments: LossArguments, batch: RowBatch) -> tuple[Tensor, Tensor]:
-    """(labels [n, 1] as int64, −1 for none; weight of the cross-entropy [n]: ce_weight where there is a label)."""
-    assert batch.labels is not None
+@dataclass(frozen=True)
+class Labels:
+    """Hard labels of n rows: ids int64 [n, 1] (−1 for none) and the weight of the cross-entropy [n], 0 for none."""
+
+    ids: Tensor
+    weight: Tensor
+
+
+def label_rows(arguments: LossArguments, batch: RowBatch) -> Labels | None:
+    """None where the loss mixes no cross-entropy."""
+    if batch.labels is None:
+        return None
     counted = (batch.labels != IGNORED_LABEL) & batch.valid
-    labels = torch.where(counted, batch.labels, -1).to(torch.int64)
-    return labels[:, None], counted.to(arguments.dtype) * arguments.ce_weight
+    ids = torch.where(counted, batch.labels, -1).to(torch.int64)
+    return Labels(ids[:, None], counted.to(arguments.dtype) * arguments.ce_weight)
+
+
+@dataclass(frozen=True)
+class LabelPart:
+    """The labels as a shard sees them: column and z [n, 1], z = −inf where another shard has it."""
+
+    columns: Tensor
+    owned: Tensor
+    z: Tensor
+
+    @staticmethod
+    def of(labels: Labels | None, block: TopKPass | FullPass, part: VocabRange) -> LabelPart | None:
+        """Reads z from a block in which nothing is hidden yet."""
+        if labels is None:
+            return None
+        columns, owned = owned_columns(labels.ids, part.start, part.rows)
+        return LabelPart(columns, owned, block.take(columns, owned))
+
+    def subtract(self, block: TopKPass | FullPass, ce_scale: Tensor) -> None:
+        """The −1 of the cross-entropy's gradient at the label; ``ce_scale`` [n]."""
+        block.add(self.columns, torch.where(self.owned, -ce_scale[:, None], 0.0), self.z)

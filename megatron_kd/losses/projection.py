@@ -5,6 +5,8 @@ c tokens in a chunk, D hidden, V the true vocabulary rows of this rank's shard, 
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,16 +19,31 @@ def compute_dtype(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
+@cache
+def _accumulates_in_gemm(device: torch.device) -> bool:
+    """Whether this torch adds a product of 16-bit matrices to a float32 matrix within the GEMM.
+
+    Older releases want the matrix that is added to in 16 bits as well, and say so by raising.
+    """
+    small = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
+    into = torch.zeros(16, 16, device=device, dtype=torch.float32)
+    try:
+        torch.addmm(into, small, small, out_dtype=torch.float32, out=into)
+    except RuntimeError:
+        return False
+    return True
+
+
 class Projection:
-    """logits = h·Wᵀ and its two gradients over the first ``rows`` rows of a head, the padding left out.
+    """logits = h·Wᵀ and its two gradients over the ``rows`` of a head that are vocabulary (V of them).
 
     Logits are computed and returned in ``dtype`` (float32; float64 for float64 inputs): rounding them to bfloat16
     would cost 1 % of the gradient and more at large logits. On a GPU with 16-bit inputs the GEMM itself writes
     float32 and only dz is rounded for the two gradient GEMMs; elsewhere 16-bit inputs are widened panel by panel.
     """
 
-    def __init__(self, weight: Tensor, rows: int, dtype: torch.dtype) -> None:
-        self.head = weight.detach()[:rows]
+    def __init__(self, weight: Tensor, rows: slice, dtype: torch.dtype) -> None:
+        self.head = weight.detach()[rows]
         self.dtype = dtype
 
     def _native(self, hidden: Tensor) -> bool:
@@ -48,27 +65,38 @@ class Projection:
         for panel in self._panels(hidden):
             torch.mm(hidden, self.head[panel].to(self.dtype).t(), out=out[:, panel])
 
-    def hidden_gradient(self, dz: Tensor, hidden: Tensor) -> Tensor:
-        """dz [c, V]·W → [c, D], in the dtype in which it should be reduced over ranks."""
+    def narrow(self, dz: Tensor, hidden: Tensor) -> Tensor:
+        """dz as the two gradient GEMMs take it: rounded to the 16 bits of the head on a GPU, else itself."""
+        return dz.to(self.head.dtype) if self._native(hidden) else dz
+
+    def hidden_gradient(self, dz: Tensor, hidden: Tensor, accumulator: Tensor | None = None) -> Tensor:
+        """dz [c, V] (from ``narrow``)·W → [c, D] in the dtype of the arithmetic, added to ``accumulator`` if given.
+
+        On a GPU with 16-bit inputs and without an accumulator it is rounded as the GEMM writes it: that is the dtype
+        in which it is reduced over ranks.
+        """
         if self._native(hidden):
-            return torch.mm(dz.to(self.head.dtype), self.head)
-        result = dz.new_empty((dz.shape[0], self.head.shape[1]))
+            if accumulator is None:
+                return torch.mm(dz, self.head)
+            return accumulator.add_(torch.mm(dz, self.head, out_dtype=torch.float32))
+        result = dz.new_empty((dz.shape[0], self.head.shape[1])) if accumulator is None else accumulator
         if self.head.shape[0] == 0:
-            return result.zero_()
+            return result.zero_() if accumulator is None else result
         for panel in self._panels(hidden):
-            beta = 0 if panel.start == 0 else 1
+            beta = 0 if panel.start == 0 and accumulator is None else 1
             torch.addmm(result, dz[:, panel], self.head[panel].to(self.dtype), beta=beta, out=result)
         return result
 
     def add_weight_gradient(self, dz: Tensor, hidden: Tensor, accumulator: Tensor, first: bool) -> None:
-        """accumulator [V, D] += dzᵀ·h; with ``first`` it is overwritten instead (its content may be garbage)."""
+        """accumulator [V, D] += dzᵀ·h, dz from ``narrow``; with ``first`` it is overwritten (it may hold garbage)."""
         beta = 0 if first else 1
-        if self._native(hidden):
-            narrow = dz.to(self.head.dtype)
+        if self._native(hidden) and accumulator.dtype == torch.float32 and _accumulates_in_gemm(accumulator.device):
+            torch.addmm(accumulator, dz.t(), hidden, out_dtype=torch.float32, beta=beta, out=accumulator)
+        elif self._native(hidden):
             step = max(1, _PANEL_BYTES // (4 * self.head.shape[1]))
             for start in range(0, self.head.shape[0], step):
                 panel = slice(start, start + step)
-                part = torch.mm(narrow[:, panel].t(), hidden, out_dtype=torch.float32)
+                part = torch.mm(dz[:, panel].t(), hidden, out_dtype=torch.float32)
                 accumulator[panel].mul_(beta).add_(part) if beta else accumulator[panel].copy_(part)
         elif accumulator.dtype == self.dtype:
             torch.addmm(accumulator, dz.t(), hidden.to(self.dtype), beta=beta, out=accumulator)

@@ -6,12 +6,15 @@ that enters a formula is replicated before it does, so that its gradient is whol
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
 from megatron_kd.losses.arguments import LossArguments
 from megatron_kd.losses.collectives import TensorParallelGroup, differentiable_sum
+from megatron_kd.losses.divergences import LOG_P_FLOOR, Divergence
 from megatron_kd.losses.logits import finite_or_zero, owned_columns, row_max
 
 
@@ -57,8 +60,25 @@ def cross_entropy(y: Tensor, labels: Tensor, valid: Tensor, arguments: LossArgum
     return torch.where(counted, nll, 0.0)
 
 
-def kl_terms(p: Tensor, log_q: Tensor) -> Tensor:
-    """p(log p − log q), 0 where p is 0 whatever q is."""
-    counted = p != 0
-    safe_p, safe_q = torch.where(counted, p, 1.0), torch.where(counted, log_q, 0.0)
-    return torch.where(counted, p * (safe_p.log() - safe_q), 0.0)
+def divergence_terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> Tensor:
+    """d(p, q) of every entry by the textbook formulas, −inf allowed in both; differentiable in log q.
+
+    Every branch is finite with a finite gradient, also where it is not taken: 0·∞ in a backward pass is NaN.
+    """
+    p, q_exists = log_p.exp(), log_q != -torch.inf
+    safe_q = torch.where(q_exists, log_q, 0.0)
+    q = torch.where(q_exists, safe_q.exp(), 0.0)
+    if divergence.name == "tvd":
+        return 0.5 * (q - p).abs()
+    if divergence.name == "reverse_kl":
+        return q * (safe_q - log_p.clamp(min=LOG_P_FLOOR))
+    p_exists = log_p != -torch.inf
+    safe_p = torch.where(p_exists, log_p, 0.0)
+    if divergence.name == "forward_kl":
+        return torch.where(p_exists, p * (safe_p - safe_q), 0.0)
+    beta, nothing = divergence.beta, -1e4
+    log_m = torch.logaddexp(
+        torch.where(p_exists, safe_p, nothing) + math.log(beta),
+        torch.where(q_exists, safe_q, nothing) + math.log(1.0 - beta),
+    )
+    return beta * p * (safe_p - log_m) + (1.0 - beta) * q * (safe_q - log_m)

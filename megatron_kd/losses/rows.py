@@ -1,68 +1,174 @@
-"""Running a row kernel over a chunk of logits, and the output of a loss from the figures of its tokens."""
+"""Running a row kernel over a chunk of logits, and the output of a loss from the figures of its tokens.
+
+c rows in a chunk, V columns, S saved floats.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_kd.losses.arguments import LossArguments
+from megatron_kd.losses.collectives import Pending
 from megatron_kd.losses.geometry import row_blocks
-from megatron_kd.losses.kernels import CE, KD, STUDENT_MASS, TAIL, TEACHER_MASS, TOP1, RowBatch, RowKernel, RowValues
+from megatron_kd.losses.kernels import (
+    CE,
+    KD,
+    STUDENT_MASS,
+    TAIL,
+    TEACHER_MASS,
+    TOP1,
+    RowBatch,
+    RowKernel,
+    RowValues,
+    VocabRange,
+)
 from megatron_kd.losses.output import DivergenceOutput, DivergenceStatistics
 
 
-def chunk_values(
-    kernel: RowKernel[Any],
-    arguments: LossArguments,
-    logits: Tensor,
-    teacher_logits: Tensor | None,
-    batch: RowBatch,
-    scale: Tensor | None,
-) -> RowValues:
-    """Figures [6, c] and saved [S, c] of a chunk [c, V]; with ``scale`` [c] the logits become scale·dL/dlogits.
+@dataclass(frozen=True)
+class Logits:
+    """A chunk of logits [c, V] of the student, and of a full-vocabulary teacher; both are overwritten."""
 
-    One all_gather over the tensor-parallel group. With one rank each block is finished while it is in the cache.
+    student: Tensor
+    teacher: Tensor | None
+    part: VocabRange
+
+    def __getitem__(self, block: slice) -> tuple[Tensor, Tensor | None]:
+        return self.student[block], None if self.teacher is None else self.teacher[block]
+
+    def blocks(self) -> list[slice]:
+        """Blocks of rows small enough to be worked on by several passes."""
+        student = self.student
+        return list(row_blocks(student.shape[0], student.shape[1] * student.element_size(), student.device))
+
+
+class ChunkRows:
+    """The rows of one chunk on their way through a kernel.
+
+    With one rank there is nothing to wait for: each block goes through all steps while it is in the cache, in
+    ``finish``. With several, the constructor starts the first exchange, ``combine`` the second where there is one.
     """
-    blocks = list(_blocks(logits))
-    if arguments.tp.size == 1:
-        values = []
-        for block in blocks:
-            work = kernel.begin(logits[block], _part(teacher_logits, block), batch[block])
-            values.append(kernel.finish(work, work.packed.unsqueeze(0), _part(scale, block)))
-    else:
-        works = [kernel.begin(logits[block], _part(teacher_logits, block), batch[block]) for block in blocks]
-        gathered = arguments.tp.stack(torch.cat([work.packed for work in works], dim=1))
-        values = [
-            kernel.finish(work, gathered[:, :, block], _part(scale, block))
-            for work, block in zip(works, blocks, strict=True)
-        ]
+
+    def __init__(self, kernel: RowKernel[Any, Any], arguments: LossArguments, logits: Logits, batch: RowBatch) -> None:
+        self.kernel = kernel
+        self.tp = arguments.tp
+        self.logits = logits
+        self.batch = batch
+        self.blocks = logits.blocks()
+        self.works: list[Any] = []
+        self.first: Pending | None = None
+        self.second: Pending | None = None
+        if self.tp.size > 1:
+            self.works = [self._begin(block) for block in self.blocks]
+            self.first = self.tp.start_stack(torch.cat([work.packed for work in self.works], dim=1))
+
+    def _begin(self, block: slice) -> Any:
+        rows = self.kernel.prepare(self.batch[block])
+        return self.kernel.begin(*self.logits[block], rows, self.logits.part)
+
+    def combine(self) -> None:
+        """Takes the first exchange and starts the second, if the divergence has one."""
+        if self.first is not None:
+            gathered = self.first.wait()
+            self.first = None
+            parts = [
+                self.kernel.combine(work, gathered[:, :, block])
+                for work, block in zip(self.works, self.blocks, strict=True)
+            ]
+            self.second = _start_second(self.tp, parts)
+
+    def finish(self, scale: Tensor | None) -> RowValues:
+        """Figures [6, c] and saved [S, c]; with ``scale`` [c] the logits become scale·dL/dlogits."""
+        if self.tp.size == 1:
+            return _joined([self._at_once(block, None if scale is None else scale[block]) for block in self.blocks])
+        self.combine()
+        gathered = None if self.second is None else self.second.wait()
+        return _joined(
+            [
+                self.kernel.finish(
+                    work,
+                    None if gathered is None else gathered[:, :, block],
+                    None if scale is None else scale[block],
+                )
+                for work, block in zip(self.works, self.blocks, strict=True)
+            ]
+        )
+
+    def _at_once(self, block: slice, scale: Tensor | None) -> RowValues:
+        work = self._begin(block)
+        second = self.kernel.combine(work, work.packed.unsqueeze(0))
+        return self.kernel.finish(work, None if second is None else second.unsqueeze(0), scale)
+
+
+def _start_second(tp: Any, parts: Sequence[Tensor | None]) -> Pending | None:
+    present = [part for part in parts if part is not None]
+    return tp.start_stack(torch.cat(present, dim=1)) if present else None
+
+
+def _joined(values: list[RowValues]) -> RowValues:
     return RowValues(
         torch.cat([value.figures for value in values], dim=1), torch.cat([value.saved for value in values], dim=1)
     )
 
 
+class TiledRows:
+    """The rows of a chunk whose logits come as one slice of the vocabulary after another.
+
+    ``blocks`` are those of the widest slice, so that all slices are worked on in the same blocks of rows.
+    """
+
+    def __init__(
+        self, kernel: RowKernel[Any, Any], arguments: LossArguments, batch: RowBatch, blocks: list[slice]
+    ) -> None:
+        self.kernel = kernel
+        self.tp = arguments.tp
+        self.blocks = blocks
+        self.rows = [kernel.prepare(batch[block]) for block in blocks]
+        self.works: list[Any] = [None for _ in blocks]
+
+    def add(self, logits: Logits) -> None:
+        """Takes the sums of the next slice."""
+        for number, block in enumerate(self.blocks):
+            work = self.kernel.begin(*logits[block], self.rows[number], logits.part)
+            before = self.works[number]
+            self.works[number] = self.kernel.merge([work] if before is None else [before, work])
+
+    def finish(self) -> RowValues:
+        """As ``ChunkRows.finish`` without a gradient. One or two exchanges."""
+        packed = torch.cat([work.packed for work in self.works], dim=1)
+        gathered = self.tp.stack(packed)
+        parts = [
+            self.kernel.combine(work, gathered[:, :, block])
+            for work, block in zip(self.works, self.blocks, strict=True)
+        ]
+        second = _start_second(self.tp, parts)
+        other = None if second is None else second.wait()
+        return _joined(
+            [
+                self.kernel.finish(work, None if other is None else other[:, :, block], None)
+                for work, block in zip(self.works, self.blocks, strict=True)
+            ]
+        )
+
+    def gradient(self, logits: Logits, saved: Tensor, scale: Tensor) -> None:
+        """Fresh logits of a slice [c, C] → scale·dL/dlogits in place, by saved [S, c]; no communication."""
+        for number, block in enumerate(self.blocks):
+            self.kernel.gradient(*logits[block], self.rows[number], logits.part, saved[:, block], scale[block])
+
+
 def chunk_gradient(
-    kernel: RowKernel[Any],
-    logits: Tensor,
-    teacher_logits: Tensor | None,
-    batch: RowBatch,
-    saved: Tensor,
-    scale: Tensor,
+    kernel: RowKernel[Any, Any], arguments: LossArguments, logits: Logits, batch: RowBatch, saved: Tensor, scale: Tensor
 ) -> None:
-    """Fresh logits [c, V] → scale·dL/dlogits in place, by saved [S, c]; no communication."""
-    for block in _blocks(logits):
-        kernel.gradient(logits[block], _part(teacher_logits, block), batch[block], saved[:, block], scale[block])
-
-
-def _blocks(logits: Tensor) -> Iterator[slice]:
-    return row_blocks(logits.shape[0], logits.shape[1] * logits.element_size(), logits.device)
-
-
-def _part(tensor: Tensor | None, block: slice) -> Tensor | None:
-    return None if tensor is None else tensor[block]
+    """``TiledRows.gradient`` for logits that are one slice."""
+    for block in logits.blocks():
+        TiledRows(kernel, arguments, batch[block], [slice(0, logits.student[block].shape[0])]).gradient(
+            Logits(*logits[block], logits.part), saved[:, block], scale[block]
+        )
 
 
 def per_token_loss(arguments: LossArguments, figures: Tensor) -> Tensor:

@@ -11,29 +11,17 @@ from torch import Tensor
 
 from megatron_kd.losses.arguments import (
     LossArguments,
+    Settings,
     check_arguments,
-    check_labels,
     check_targets,
     gathered_leading,
     resolve_mode,
 )
-from megatron_kd.losses.divergences import check_divergence
+from megatron_kd.losses.divergences import check_divergence, make_divergence
 from megatron_kd.losses.output import DivergenceOutput
 from megatron_kd.targets import TopKTargets
 
-
-@dataclass(frozen=True)
-class TopKSettings:
-    """What an implementation chooses by, checked; ``mode`` is resolved (never ``auto``)."""
-
-    divergence: str
-    tail: str
-    mode: str
-    chunk_bytes: int | None
-    main_grad_accumulation: bool
-
-
-TopKMethod = Callable[[Tensor, Tensor, TopKTargets, LossArguments, TopKSettings], DivergenceOutput]
+TopKMethod = Callable[[Tensor, Tensor, TopKTargets, LossArguments, Settings], DivergenceOutput]
 
 
 @dataclass(frozen=True)
@@ -81,6 +69,7 @@ class TopKDivergence:
         chunk_bytes: int | None = None,
         main_grad_accumulation: bool = False,
         microbatches_in_flight: int = 1,
+        gradient_bytes: int | None = None,
     ) -> DivergenceOutput:
         """The loss, and what was seen on the way.
 
@@ -91,8 +80,10 @@ class TopKDivergence:
             targets: the teacher's cached distributions.
             token_weights: w_n, 0 for tokens left out. Nothing depends on the targets of such tokens.
             divergence: a name in ``DIVERGENCES``.
-            beta: belongs to the generalised divergences, in (0, 1).
-            tail: a name in ``TAILS``: what becomes of the vocabulary outside the cached ids.
+            beta: of jsd, β·KL(p ‖ m) + (1 − β)·KL(q ‖ m) with m = β·p + (1 − β)·q; in (0, 1).
+            tail: a name in ``TAILS``: what becomes of the vocabulary outside the cached ids. ``bucket`` and
+                ``renormalize_both`` go with every divergence, ``renormalize_teacher`` with all but reverse_kl,
+                ``truncate`` with forward_kl.
             scale_by_t2: multiply the divergence and its gradient by T².
             labels: hard labels, used with ``ce_weight`` > 0. A token with label −100 has no cross-entropy and keeps
                 its (1 − ce_weight)·divergence.
@@ -107,13 +98,14 @@ class TopKDivergence:
             main_grad_accumulation: add the head's gradient to ``weight.main_grad`` (Megatron-Core's
                 ``gradient_accumulation_fusion``) rather than return it. The two references always return it, which
                 Megatron-Core accepts as well.
-            microbatches_in_flight: forward passes before the first backward pass; decides ``auto``.
+            microbatches_in_flight: forward passes before the first backward pass; with
+            gradient_bytes: the most that may be held from forward to backward, it decides ``auto``; see
+                ``resolve_mode``. None: any amount for one microbatch in flight, nothing for more.
 
         Raises:
             ValueError: for shapes, options or (in CPU memory) ids and labels that cannot be right.
         """
         check_divergence(divergence, tail, beta)
-        resolved = resolve_mode(mode, hidden, weight, microbatches_in_flight)
         arguments = check_arguments(
             hidden,
             weight,
@@ -129,8 +121,17 @@ class TopKDivergence:
             sequence_parallel=sequence_parallel,
         )
         flat = check_targets(targets, arguments, gathered_leading(hidden, arguments), hidden.device)
-        check_labels(arguments)
-        settings = TopKSettings(divergence, tail, resolved, chunk_bytes, main_grad_accumulation)
+        resolved = resolve_mode(
+            mode,
+            hidden,
+            weight,
+            arguments,
+            microbatches_in_flight=microbatches_in_flight,
+            gradient_bytes=gradient_bytes,
+        )
+        settings = Settings(
+            make_divergence(divergence, beta), tail, None, resolved, chunk_bytes, main_grad_accumulation
+        )
         with (
             torch.set_grad_enabled(torch.is_grad_enabled() and resolved != "no_grad"),
             torch.autocast(hidden.device.type, enabled=False),
