@@ -1,0 +1,487 @@
+# A kernel's annotations are Triton's: only tl.constexpr may stand there.
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""The Triton passes in Triton's interpreter; test_losses_triton.py runs this file in a process of its own.
+
+Triton decides when a function is decorated whether it is interpreted, for its own library at its import, and an
+interpreted call leaves patches behind: so none of this may happen in the process of the other tests.
+
+Every pass is held against the eager form and against a float64 formula that shares nothing with either.
+"""
+
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import triton
+import triton.language as tl
+from hypothesis import HealthCheck, given, settings
+from torch import Tensor
+
+from megatron_kd.losses import IMPLEMENTATIONS, TAILS, passes, triton_kernels, triton_passes
+from megatron_kd.losses.divergences import DIVERGENCES, LOG_P_FLOOR, make_divergence
+from megatron_kd.losses.eager_passes import EagerPasses
+from megatron_kd.losses.passes import Passes, Scaling
+from megatron_kd.losses.triton_passes import TritonPasses
+from megatron_kd.targets import TopKTargets
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    raise RuntimeError("run this file with TRITON_INTERPRET=1: Triton must not have been imported without it")
+
+# A select evaluates both sides: numpy warns of the NaN in the one that is not taken.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+FORMS: list[Passes] = [TritonPasses(), EagerPasses()]
+BETA = 0.3
+
+
+@triton.jit
+def function_kernel(x_pointer, y_pointer, NAME: tl.constexpr, BLOCK: tl.constexpr):
+    lanes = tl.arange(0, BLOCK)
+    x = tl.load(x_pointer + lanes)
+    if NAME == "expm1":
+        y = triton_kernels.expm1_nonpositive(x)
+    elif NAME == "log1p":
+        y = triton_kernels.log1p_nonpositive(x)
+    else:
+        y = triton_kernels.tanh(x)
+    tl.store(y_pointer + lanes, y)
+
+
+@pytest.mark.parametrize("name", ["expm1", "log1p", "tanh"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_functions_lose_no_digits_near_zero(name: str, dtype: torch.dtype) -> None:
+    x = torch.cat([-torch.logspace(-37, 2, 3072, dtype=dtype), -torch.linspace(0, 1, 1020, dtype=dtype)])
+    x = torch.cat([x, torch.tensor([0.0, -0.0, -1e-45, -torch.inf], dtype=dtype)])
+    if name == "log1p":
+        x = x[x > -1]
+        x = torch.cat([x, x.new_zeros(4096 - x.numel())])
+    elif name == "tanh":
+        x[::2] = -x[::2]
+    y = torch.empty_like(x)
+    function_kernel[(1,)](x, y, NAME=name, BLOCK=4096)
+    expected = getattr(torch, name)(x.double())
+    error = (y.double() - expected).abs()
+    # Relative everywhere but where the result is a denormal number.
+    assert (error <= 4 * torch.finfo(dtype).eps * expected.abs() + 4 * torch.finfo(dtype).tiny).all(), (
+        x[error.argmax()],
+        error.max(),
+    )
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a test draws: a block of raw logits in a wider buffer, and how it is looked at."""
+
+    n: int
+    V: int
+    block: int
+    dtype: torch.dtype
+    scaling: Scaling
+    hidden: str
+    with_ce: bool
+    kind: str
+    seed: int
+
+    def generator(self) -> torch.Generator:
+        return torch.Generator().manual_seed(self.seed)
+
+    def logits(self, rng: torch.Generator) -> Tensor:
+        """[n, V] float64 whose numbers are exact in ``dtype``."""
+        x = torch.randn(self.n, self.V, generator=rng, dtype=torch.float64) * 3
+        if self.kind == "extreme":
+            x = 80.0 * x.sign() + x
+        elif self.kind == "tails":
+            x = torch.where(torch.rand(x.shape, generator=rng, dtype=torch.float64) < 0.7, -140.0, 0.0) + x
+        elif self.kind == "offset":
+            x = x + 1e3 * torch.randn(self.n, 1, generator=rng, dtype=torch.float64).sign()
+        return x.to(self.dtype).double()
+
+    def slots(self, rng: torch.Generator) -> tuple[Tensor, Tensor]:
+        """(columns, owned) [n, K]: distinct where owned, column 0 where not."""
+        owned_slots = {"none": 0, "some": min(self.V, 3), "all": self.V}[self.hidden]
+        columns = torch.zeros(self.n, owned_slots + 2, dtype=torch.int64)
+        owned = torch.zeros(self.n, owned_slots + 2, dtype=torch.bool)
+        for row in range(self.n):
+            places = torch.randperm(owned_slots + 2, generator=rng)[:owned_slots]
+            columns[row, places] = torch.randperm(self.V, generator=rng)[:owned_slots]
+            owned[row, places] = True
+        return columns, owned
+
+    def rows(self, rng: torch.Generator) -> Tensor:
+        """[n] float64, exact in ``dtype``."""
+        return torch.randn(self.n, generator=rng, dtype=torch.float64).to(self.dtype).double()
+
+    def given(self, *values: Tensor) -> list[Tensor]:
+        return [value.to(self.dtype) for value in values]
+
+
+blocks = st.builds(
+    Block,
+    n=st.sampled_from([3, 3, 1, 0]),
+    V=st.sampled_from([150, 64, 7, 1, 0]),
+    block=st.sampled_from([16, 64]),
+    dtype=st.sampled_from([torch.float32, torch.float32, torch.float64]),
+    scaling=st.builds(Scaling, st.sampled_from([1.0, 1.7, 3.0]), st.sampled_from([None, 5.0])),
+    hidden=st.sampled_from(["none", "some", "all"]),
+    with_ce=st.booleans(),
+    kind=st.sampled_from(["plain", "extreme", "tails", "offset"]),
+    seed=st.integers(0, 999),
+)
+LARGE = Block(3, 5003, 4096, torch.float32, Scaling(1.7, 5.0), "some", True, "plain", 5)
+some_examples = settings(
+    max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@pytest.fixture(autouse=True)
+def _restore_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``set_block_size`` is undone after the test."""
+    for name in ("BLOCK", "PAIR_BLOCK", "SLOTS_BLOCK"):
+        monkeypatch.setattr(triton_passes, name, getattr(triton_passes, name))
+
+
+def set_block_size(size: int) -> None:
+    """Small blocks make many steps a row: running maxima that grow, masked last steps."""
+    triton_passes.BLOCK = triton_passes.PAIR_BLOCK = size
+    triton_passes.SLOTS_BLOCK = min(size, 16)
+
+
+class Buffer:
+    """Logits as rows of a wider buffer, whose other columns must stay as they are."""
+
+    MARK = 7.0
+
+    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
+        self.whole = torch.full((values.shape[0], values.shape[1] + 5), self.MARK, dtype=dtype)
+        self.view = self.whole[:, 2 : 2 + values.shape[1]]
+        self.view.copy_(values)
+
+    def take(self) -> Tensor:
+        outside = torch.cat([self.whole[:, :2], self.whole[:, 2 + self.view.shape[1] :]], dim=1)
+        assert (outside == self.MARK).all(), "columns outside the block were written"
+        return self.view.double()
+
+
+def z_of(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
+    """(z, dy/dx) in float64."""
+    if scaling.softcap is None:
+        return x / scaling.temperature, torch.ones_like(x)
+    y = scaling.softcap * torch.tanh(x / scaling.softcap)
+    return y / scaling.temperature, 1 - torch.tanh(x / scaling.softcap) ** 2
+
+
+def tolerance(dtype: torch.dtype, *values: Tensor) -> float:
+    """The rounding of z is relative to its size, that of exp(z) is the absolute one of z."""
+    largest = max((float(v[v.isfinite()].abs().amax()) for v in values if v.isfinite().any()), default=0.0)
+    return 8 * torch.finfo(dtype).eps * (largest + 4)
+
+
+def assert_within(got: Tensor, expected: Tensor, allowed: Tensor | float) -> None:
+    """|got − expected| ≤ allowed, and infinite where expected is."""
+    same = got == expected
+    error = torch.where(same, 0.0, (got - expected).abs())
+    # What lies below the normal numbers may be flushed to 0.
+    excess = error - allowed - 1e-37
+    assert (excess <= 0).all(), (got[excess > 0], expected[excess > 0], excess.max())
+
+
+def check_topk(block: Block) -> None:
+    set_block_size(block.block)
+    rng = block.generator()
+    x = block.logits(rng)
+    columns, owned = block.slots(rng)
+    if block.V == 0:
+        owned &= False
+    z, slope = z_of(x, block.scaling)
+    T = block.scaling.temperature
+    eps = tolerance(block.dtype, z * T)
+    covered = torch.zeros(block.n, block.V + 1, dtype=torch.bool)
+    covered.scatter_(1, torch.where(owned, columns, block.V), True)
+    outside = torch.where(covered[:, :-1], -torch.inf, z)
+    # What a caller passes: logsumexp over the outside, −inf where there is none, and a finite one for CE.
+    lset = torch.logsumexp(outside, dim=1).to(block.dtype).double()
+    ce_lse = torch.logsumexp(torch.cat([z * T, z.new_zeros(block.n, 1)], dim=1), dim=1).to(block.dtype).double()
+    scale, ce_scale = block.rows(rng), block.rows(rng) if block.with_ce else None
+    values = torch.where(owned, torch.randn(columns.shape, generator=rng, dtype=torch.float64), 0.0)
+    values = values.to(block.dtype).double()
+    for form in FORMS:
+        buffer = Buffer(x, block.dtype)
+        work = form.topk(buffer.view, block.scaling)
+        taken = work.take(columns, owned)
+        work.hide(columns, owned)
+        sums = work.sums(block.with_ce)
+        ce_given = (None, None) if ce_scale is None else block.given(ce_scale, ce_lse)
+        work.write(*block.given(scale, lset), *ce_given)
+        work.add(columns, values.to(block.dtype), taken)
+        assert {taken.dtype, sums.highest.dtype, sums.total.dtype} == {block.dtype}
+
+        at = z.gather(1, columns) if block.V else torch.zeros(columns.shape, dtype=torch.float64)
+        assert_within(taken.double(), torch.where(owned, at, -torch.inf), eps)
+        highest = sums.highest.double()
+        exact_highest = outside.amax(dim=1) if block.V else torch.full_like(highest, -torch.inf)
+        assert_within(highest, exact_highest, eps)
+        relative = (outside - highest.nan_to_num(neginf=0.0)[:, None]).exp()
+        assert_within(sums.total.double(), relative.sum(dim=1), eps * relative.sum(dim=1))
+        if block.with_ce:
+            assert sums.ce_total is not None
+            assert_within(sums.ce_total.double(), relative.pow(T).sum(dim=1), eps * relative.pow(T).sum(dim=1))
+        else:
+            assert sums.ce_total is None
+        expected = scale[:, None] * (outside - lset.nan_to_num(neginf=0.0)[:, None]).exp()
+        size = expected.abs()
+        if ce_scale is not None:
+            ce_part = ce_scale[:, None] * (T * outside - ce_lse[:, None]).exp()
+            expected, size = expected + ce_part, size + ce_part.abs()
+        added = torch.zeros(block.n, block.V + 1, dtype=torch.float64).scatter_add_(
+            1, torch.where(owned, columns, block.V), values
+        )[:, :-1]
+        # The slope is a difference from 1.
+        allowed = eps * (size + added.abs())
+        assert_within(buffer.take(), (expected + added) * slope, allowed)
+
+
+@given(block=blocks)
+@some_examples
+def test_topk_passes(block: Block) -> None:
+    check_topk(block)
+
+
+def test_topk_passes_over_several_large_steps() -> None:
+    check_topk(LARGE)
+
+
+def textbook(name: str, p: Tensor, q: Tensor, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """(d, u) in float64, from the definitions; the logarithms are given so that they are exact where p underflows."""
+
+    def kl(a: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
+        return torch.where(a == 0, 0.0, a * (log_a - log_b))
+
+    if name == "forward_kl":
+        return kl(p, log_p, log_q), -p
+    if name == "reverse_kl":
+        d = kl(q, log_q, log_p.clamp(min=LOG_P_FLOOR))
+        return d, d
+    if name == "jsd":
+        log_m = torch.logaddexp(log_p + math.log(BETA), log_q + math.log(1 - BETA))
+        u = (1 - BETA) * kl(q, log_q, log_m)
+        return BETA * kl(p, log_p, log_m) + u, u
+    return (q - p).abs() / 2, q * (q - p).sign() / 2
+
+
+def check_full(name: str, block: Block, *, same: bool = False) -> None:
+    set_block_size(block.block)
+    rng = block.generator()
+    x = block.logits(rng)
+    t = x if same else block.logits(rng)
+    teacher_scaling = block.scaling if same else Scaling(block.scaling.temperature, None)
+    T, divergence = block.scaling.temperature, make_divergence(name, BETA)
+    (z, slope), (u, _) = z_of(x, block.scaling), z_of(t, teacher_scaling)
+    eps = tolerance(block.dtype, z * T, u * T)
+    if block.V:
+        lse_z, lse_u = (torch.logsumexp(v, dim=1).to(block.dtype).double() for v in (z, u))
+    else:
+        lse_z = lse_u = torch.zeros(block.n, dtype=torch.float64)
+    log_p, log_q = u - lse_u[:, None], z - lse_z[:, None]
+    p, q = log_p.exp(), log_q.exp()
+    d, v = textbook(name, p, q, log_p, log_q)
+    # Rounding flips the sign of q − p where they are nearly equal.
+    doubtful = torch.where((q - p).abs() <= eps * (p + q), q, 0.0) if name == "tvd" else torch.zeros_like(q)
+    expectation = v.sum(dim=1).to(block.dtype).double()
+    scale, ce_scale = block.rows(rng), block.rows(rng) if block.with_ce else None
+    for form in FORMS:
+        buffer, teacher = Buffer(x, block.dtype), Buffer(t, block.dtype)
+        work = form.full(buffer.view, block.scaling, teacher.view, teacher_scaling)
+        sums = work.sums(divergence, block.with_ce)
+        for found, values in ((sums.student, z), (sums.teacher, u)):
+            highest = found.highest.double()
+            assert_within(highest, values.amax(dim=1) if block.V else torch.full_like(highest, -torch.inf), eps)
+            relative = (values - highest[:, None]).exp()
+            assert_within(found.total.double(), relative.sum(dim=1), eps * relative.sum(dim=1))
+            if found is sums.student and block.with_ce:
+                assert found.ce_total is not None
+                assert_within(found.ce_total.double(), relative.pow(T).sum(dim=1), eps * relative.pow(T).sum(dim=1))
+            else:
+                assert found.ce_total is None
+        check_pair(name, sums, z, u, eps)
+        got_d, got_u = (value.double() for value in work.values(divergence, *block.given(lse_z, lse_u)))
+        sizes = 1 + d.abs().sum(dim=1)
+        assert_within(got_d, d.sum(dim=1), eps * sizes)
+        assert_within(got_u, v.sum(dim=1), eps * sizes + doubtful.sum(dim=1))
+        ce_given = (None, None) if ce_scale is None else block.given(ce_scale, lse_z * T)
+        work.write(divergence, *block.given(lse_z, lse_u, expectation, scale), *ce_given)
+        expected = scale[:, None] * (v - q * expectation[:, None])
+        size = scale[:, None].abs() * (v.abs() + q * expectation.abs()[:, None] + p + q)
+        if ce_scale is not None:
+            ce_part = ce_scale[:, None] * (T * log_q).exp()
+            expected, size = expected + ce_part, size + ce_part.abs()
+        written = buffer.take()
+        assert_within(written, expected * slope, eps * size + scale[:, None].abs() * doubtful)
+        teacher.take()
+        if same and block.scaling.softcap is None and block.kind == "plain":
+            assert got_d.abs().max() <= 1e-7
+            assert ce_scale is None
+            # Of the divergence alone: u − q·E, as small as d.
+            assert (written - scale[:, None] * (v - q * expectation[:, None])).abs().max() <= 2e-7
+
+
+def check_pair(name: str, sums: Any, z: Tensor, u: Tensor, eps: float) -> None:
+    if not z.shape[1]:
+        assert (sums.z_at_best == -torch.inf).all() and (sums.cross is None or (sums.cross == 0).all())
+        return
+    best = sums.z_at_best.double()
+    # Exactly one of the student's numbers, at one of the teacher's largest.
+    assert_within(best, z.gather(1, u.argmax(dim=1, keepdim=True))[:, 0], eps)
+    offset = sums.offset.double()
+    assert offset.isfinite().all()
+    if name not in ("forward_kl", "reverse_kl"):
+        assert sums.cross is None
+        return
+    by, sign = ((u, sums.teacher), 1) if name == "forward_kl" else ((z, sums.student), -1)
+    weight = (by[0] - by[1].highest.double()[:, None]).exp()
+    terms = weight * sign * (u - z - offset[:, None])
+    sizes = weight * (1 + (u - z - offset[:, None]).abs())
+    assert_within(sums.cross.double(), terms.sum(dim=1), eps * sizes.sum(dim=1))
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+@given(block=blocks)
+@some_examples
+def test_full_passes(name: str, block: Block) -> None:
+    check_full(name, block)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_full_passes_over_several_large_steps(name: str) -> None:
+    check_full(name, LARGE)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 3.0])
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_a_student_like_its_teacher_has_no_divergence(name: str, temperature: float) -> None:
+    block = Block(3, 150, 64, torch.float32, Scaling(temperature, None), "none", False, "plain", 3)
+    check_full(name, block, same=True)
+
+
+def test_the_first_of_equal_largest_teacher_logits_counts() -> None:
+    set_block_size(16)
+    z, u = torch.arange(40.0).flip(0).repeat(3, 1), torch.zeros(3, 40)
+    u[0, [5, 9, 30]] = 1.0  # within a step and in a later one
+    u[1, [20, 36]] = 1.0
+    u[2] = -torch.inf
+    sums = TritonPasses().full(z, Scaling(1.0, None), u, Scaling(1.0, None)).sums(make_divergence("tvd", BETA), False)
+    assert sums.z_at_best.tolist() == [34.0, 19.0, 39.0]
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_what_is_equal_is_equal_to_the_last_bit(softcap: float | None) -> None:
+    """Agreement of the best ids compares z as it was taken with the maximum of the sums."""
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1)) * 4
+    scaling = Scaling(1.7, softcap)
+    best = x.argmax(dim=1, keepdim=True)
+    work = TritonPasses().topk(x.clone(), scaling)
+    assert torch.equal(work.take(best, torch.ones_like(best, dtype=torch.bool))[:, 0], work.sums(False).highest)
+    pair = TritonPasses().full(x.clone(), scaling, x.clone(), scaling).sums(make_divergence("jsd", BETA), False)
+    assert torch.equal(pair.z_at_best, pair.student.highest)
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_nan_shows(name: str) -> None:
+    """In its row alone, in sums and values, whichever model it comes from."""
+    set_block_size(16)
+    divergence, one = make_divergence(name, BETA), Scaling(1.0, None)
+    for student_is_broken in (True, False):
+        z, u = torch.zeros(2, 40), torch.zeros(2, 40)
+        (z if student_is_broken else u)[1, 20] = torch.nan
+        work = TritonPasses().full(z, one, u, one)
+        sums = work.sums(divergence, False)
+        broken = sums.student if student_is_broken else sums.teacher
+        assert broken.total.isnan().tolist() == [False, True]
+        lse = torch.full((2,), math.log(40))
+        assert work.values(divergence, lse, lse)[0].isnan().tolist() == [False, True]
+    x = torch.zeros(2, 40)
+    x[1, 20] = torch.nan
+    assert TritonPasses().topk(x, one).sums(True).total.isnan().tolist() == [False, True]
+
+
+def test_a_teacher_of_no_mass_somewhere_is_finite() -> None:
+    """u = −inf: p = 0 there, the reference r stays finite, and the cross sum has no 0·∞."""
+    z, u = torch.zeros(1, 40), torch.zeros(1, 40)
+    u[0, [0, 30]] = -torch.inf
+    one, divergence = Scaling(1.0, None), make_divergence("forward_kl", BETA)
+    work = TritonPasses().full(z, one, u, one)
+    sums = work.sums(divergence, False)
+    assert sums.offset.tolist() == [0.0] and sums.cross is not None and sums.cross.tolist() == [0.0]
+    d, _ = work.values(divergence, torch.tensor([math.log(40)]), torch.tensor([math.log(38)]))
+    assert d.item() == pytest.approx(math.log(40 / 38), abs=1e-6)
+
+
+# Whole losses: the same calls with one form and the other.
+
+N, D, VOCAB, PADDED, K = 5, 4, 23, 26, 4
+COMBINATIONS = [(name, tail) for tail, rules in TAILS.items() for name in rules.divergences]
+# Recomputation shares its arithmetic with the single pass: once, with everything in it.
+METHODS = [("single_pass", False), ("single_pass", True), ("recompute", True)]
+
+
+def loss_and_gradients(kind: str, mode: str, everything: bool, **options: Any) -> list[Tensor]:
+    """(loss per token, dH, dW, top-1 agreement); ``everything`` is temperature, soft-cap, labels, a row left out."""
+    rng = torch.Generator().manual_seed(11)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=rng) * 1.5
+
+    hidden, weight = normal(N, D).requires_grad_(), normal(PADDED, D).requires_grad_()
+    teacher_hidden, teacher_weight = normal(N, D + 1), normal(PADDED, D + 1)
+    temperature = 1.7 if everything else 1.0
+    token_weights = torch.rand(N, generator=rng) + 0.5
+    if everything:
+        token_weights[2] = 0.0
+        labels = torch.tensor([3, -100, 7, 0, VOCAB - 1])
+        options |= {"logit_softcap": 5.0, "labels": labels, "ce_weight": 0.3}
+    options |= {"vocab_size": VOCAB, "mode": mode, "beta": BETA, "chunk_bytes": 4 * 3 * VOCAB}
+    if kind == "topk":
+        logp = torch.log_softmax(teacher_hidden @ teacher_weight[:VOCAB].t() / temperature, dim=1)
+        best = logp.topk(K, dim=1)
+        ids = best.indices.to(torch.int32)
+        ids[0, -1] = -1
+        logprobs = best.values.masked_fill(ids < 0, -torch.inf)
+        tail = torch.log1p(-logprobs.exp().sum(dim=1))
+        targets = TopKTargets(ids, logprobs, tail, temperature)
+        result = IMPLEMENTATIONS["fused"].topk(hidden, weight, targets, token_weights, **options)
+    else:
+        options["temperature"] = temperature
+        result = IMPLEMENTATIONS["fused"].full(hidden, weight, teacher_hidden, teacher_weight, token_weights, **options)
+    result.loss.backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [result.loss_per_token, hidden.grad, weight.grad, result.statistics.top1_agreement]
+
+
+def check_forms_agree(monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, everything: bool, **options: Any) -> None:
+    expected = loss_and_gradients(kind, mode, everything, **options)
+    used = []
+
+    def triton_form(device: torch.device) -> Passes:
+        used.append(device)
+        return TritonPasses()
+
+    monkeypatch.setattr(passes, "passes_for", triton_form)
+    got = loss_and_gradients(kind, mode, everything, **options)
+    assert used, "the loss did not ask for its passes"
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * max(1.0, float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("mode", "everything"), METHODS)
+@pytest.mark.parametrize(("name", "tail"), COMBINATIONS)
+def test_topk_losses_agree(monkeypatch: pytest.MonkeyPatch, name: str, tail: str, mode: str, everything: bool) -> None:
+    check_forms_agree(monkeypatch, "topk", mode, everything, divergence=name, tail=tail)
+
+
+@pytest.mark.parametrize(("mode", "everything"), METHODS)
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_full_losses_agree(monkeypatch: pytest.MonkeyPatch, name: str, mode: str, everything: bool) -> None:
+    check_forms_agree(monkeypatch, "full", mode, everything, divergence=name)
