@@ -64,9 +64,9 @@ class _Block:
         self.logits = _checked(logits)
         self.constants = {"TEMPERATURE": scaling.temperature, "SOFTCAP": scaling.softcap}
 
-    def _rows(self, values: Tensor | None) -> Tensor | None:
-        """Numbers per row as the kernels read them; as a rule the tensor itself."""
-        return None if values is None else values.to(self.logits.dtype).contiguous()
+    def _as_read(self, values: Tensor | None, *width: int) -> Tensor | None:
+        """Numbers [n, *width] as the kernels read them; as a rule the tensor itself."""
+        return None if values is None else values.to(self.logits.dtype).expand(len(self.logits), *width).contiguous()
 
     def take(self, columns: Tensor, owned: Tensor) -> Tensor:
         """See the protocol."""
@@ -81,7 +81,7 @@ class _Block:
     def add(self, columns: Tensor, values: Tensor, z: Tensor) -> None:
         """See the protocol; the columns of a row must be distinct where the value is not 0."""
         logits, K = self.logits, columns.shape[1]
-        arguments = logits, logits.stride(0), K, columns.contiguous(), self._rows(values), self._rows(z)
+        arguments = logits, logits.stride(0), K, columns.contiguous(), self._as_read(values, K), self._as_read(z, K)
         _launch(triton_kernels.add_kernel, logits, K, SLOTS_BLOCK, *arguments, **self.constants)
 
     def _empty(self) -> Tensor:
@@ -110,7 +110,7 @@ class TritonTopK(_Block, TopKPass):
     def write(self, scale: Tensor, shift: Tensor, ce_scale: Tensor | None, ce_shift: Tensor | None) -> None:
         """See the protocol: one read, one write."""
         logits, V = self.logits, self.logits.shape[1]
-        rows = [self._rows(values) for values in (scale, shift, ce_scale, ce_shift)]
+        rows = [self._as_read(values) for values in (scale, shift, ce_scale, ce_shift)]
         arguments = logits, logits.stride(0), V, *rows
         _launch(triton_kernels.topk_write_kernel, logits, V, BLOCK, *arguments, **self.constants)
 
@@ -149,7 +149,7 @@ class TritonFull(_Block, FullPass):
         """See the protocol: one read of both."""
         logits, V = self.logits, self.logits.shape[1]
         d, u = logits.new_zeros(2, logits.shape[0])
-        arguments = *self.blocks, self._rows(lse_z), self._rows(lse_u), d, u
+        arguments = *self.blocks, self._as_read(lse_z), self._as_read(lse_u), d, u
         constants = {**self.constants, "DIVERGENCE": divergence.name, "BETA": divergence.beta}
         _launch(triton_full_kernels.full_values_kernel, logits, V, PAIR_BLOCK, *arguments, **constants)
         return d, u
@@ -166,7 +166,7 @@ class TritonFull(_Block, FullPass):
     ) -> None:
         """See the protocol: one read of both, one write."""
         logits, V = self.logits, self.logits.shape[1]
-        rows = [self._rows(values) for values in (lse_z, lse_u, expectation, scale, ce_scale, ce_shift)]
+        rows = [self._as_read(values) for values in (lse_z, lse_u, expectation, scale, ce_scale, ce_shift)]
         constants = {**self.constants, "DIVERGENCE": divergence.name, "BETA": divergence.beta}
         _launch(triton_full_kernels.full_write_kernel, logits, V, PAIR_BLOCK, *self.blocks, *rows, **constants)
 
