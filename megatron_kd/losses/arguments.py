@@ -150,7 +150,7 @@ def gathered_leading(hidden: Tensor, arguments: LossArguments) -> tuple[int, ...
 def check_per_token(name: str, tensor: Tensor, leading: tuple[int, ...], tokens: int) -> None:
     """Accepts [N] and the leading shape of the gathered hidden states; [b, s] for [s, b] is the usual mistake."""
     shape = tuple(tensor.shape)
-    if shape not in {(tokens,), leading}:
+    if shape != (tokens,) and shape != leading:
         raise ValueError(
             f"{name} has shape {shape}; the gathered hidden states need {leading} or ({tokens},), sequence first"
         )
@@ -184,7 +184,8 @@ def check_values(arguments: LossArguments, targets: TopKTargets | None) -> None:
         return
     _check_ids("targets.ids", targets.ids.amin(dim=1), targets.ids.amax(dim=1), -1, arguments)
     if targets.ids.device.type == "cpu":
-        _check_logs("targets.logprobs", targets.logprobs.amax(dim=1), arguments)
+        used = targets.logprobs.masked_fill(targets.ids < 0, -torch.inf)
+        _check_logs("targets.logprobs", used.amax(dim=1), arguments)
         _check_logs("targets.tail_logmass", targets.tail_logmass, arguments)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_kd.losses.arguments import LossArguments
 from megatron_kd.losses.collectives import Pending
-from megatron_kd.losses.geometry import RowPlan
+from megatron_kd.losses.geometry import Geometry, RowPlan
 from megatron_kd.losses.kernels import RowBatch, VocabRange
 from megatron_kd.losses.projection import Projection
 from megatron_kd.losses.rows import Logits
@@ -54,7 +54,7 @@ def take_rows(hidden: Tensor, rows: Tensor | slice) -> Tensor:
 class ChunkLoop:
     """The chunks of a call, their logits, and the gradients that are taken of them.
 
-    ``step`` columns of the plan make a chunk, ``width`` rows of the vocabulary a slice. Collectives per chunk: under
+    Collectives per chunk: under
     sequence parallelism an all_gather of the hidden rows (of the teacher's too), asked for one chunk ahead, and a
     reduce_scatter of dH; otherwise an all_reduce of dH. Chunks without a valid row do not exist, on any rank.
     """
@@ -63,23 +63,24 @@ class ChunkLoop:
         self,
         arguments: LossArguments,
         plan: RowPlan,
-        step: int,
-        width: int,
+        geometry: Geometry,
         student: Head,
         teacher: Head | None,
     ) -> None:
         self.arguments = arguments
         self.plan = plan
-        self.step = step
+        self.step = geometry.step
+        self.tiled = geometry.width is not None
         self.student = student
         self.teacher = teacher
         device = student.hidden.device
         self.weights = arguments.token_weights.to(device, arguments.dtype, non_blocking=True)
         self.labels = None if arguments.labels is None else arguments.labels.to(device, non_blocking=True)
         rows = arguments.vocab_rows
+        self.width = rows if geometry.width is None else min(geometry.width, rows)
         # A shard of nothing but padding still has one slice, of no columns.
-        self.slices = [slice(start, min(rows, start + width)) for start in range(0, max(1, rows), max(1, width))]
-        self.width = min(width, rows)
+        starts = range(0, max(1, rows), max(1, self.width))
+        self.slices = [slice(start, min(rows, start + self.width)) for start in starts]
         self.projections = [Projection(student.weight, part, arguments.dtype) for part in self.slices]
         self._teacher_projections = (
             [] if teacher is None else [Projection(teacher.weight, part, arguments.dtype) for part in self.slices]

@@ -38,8 +38,8 @@ class EagerTopK(TopKPass):
         return RowSums(highest, self.logits.sum(dim=1), ce_total)
 
     def _exp(self, shift: Tensor) -> None:
-        self.shift = finite_or_zero(shift)
-        self.logits.sub_(self.shift[:, None]).exp_()
+        self.shift = shift
+        self.logits.sub_(finite_or_zero(shift)[:, None]).exp_()
 
     def write(self, scale: Tensor, shift: Tensor, ce_scale: Tensor | None, ce_shift: Tensor | None) -> None:
         """See the protocol."""
@@ -47,6 +47,7 @@ class EagerTopK(TopKPass):
         if self.shift is None:
             self._exp(shift)
         assert self.shift is not None
+        # A row of hidden entries alone has the shift −inf: its exponentials are 0, and so must their factor be.
         factor = scale * (self.shift - finite_or_zero(shift)).exp()
         if ce_scale is None or ce_shift is None:
             logits.mul_(factor[:, None])

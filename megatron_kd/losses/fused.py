@@ -32,7 +32,7 @@ class FusedJob:
 
     def loop(self, student: Head, teacher: Head | None) -> ChunkLoop:
         """The chunks of these tensors."""
-        return ChunkLoop(self.arguments, self.plan, self.geometry.step, self.geometry.width, student, teacher)
+        return ChunkLoop(self.arguments, self.plan, self.geometry, student, teacher)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def fused_forward(
     device = student.hidden.device
     figures = torch.zeros(FIGURES, arguments.tokens, device=device, dtype=arguments.dtype)
     saved = figures.new_empty(job.kernel.saved_rows, plan.columns * plan.slices) if save else None
-    steps = _tiled_steps(job, loop) if len(loop.slices) > 1 else _chunk_steps(job, loop, gradients)
+    steps = _tiled_steps(job, loop) if loop.tiled else _chunk_steps(job, loop, gradients)
     for chunk, values in steps:
         figures.index_copy_(1, chunk.batch.rows, values.figures)
         if saved is not None:
@@ -151,12 +151,12 @@ def recompute_backward(
     for chunk in loop:
         part = saved[:, _computed(job.plan, chunk)]
         scale = chunk.batch.weights * upstream
-        if len(loop.slices) == 1:
+        if loop.tiled:
+            sink.take_tiles(chunk, _tile_gradients(job, loop, chunk, part, scale))
+        else:
             logits = loop.logits(chunk)
             chunk_gradient(job.kernel, job.arguments, logits, chunk.batch, part, scale)
             sink.take(chunk, logits.student)
-        else:
-            sink.take_tiles(chunk, _tile_gradients(job, loop, chunk, part, scale))
     return Gradients(hidden, weight)
 
 

@@ -61,10 +61,13 @@ def row_blocks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[
 
 @dataclass(frozen=True)
 class Geometry:
-    """How the computation is cut: ``step`` columns of the row plan by ``width`` rows of the vocabulary at a time."""
+    """How the computation is cut: ``step`` columns of the row plan by ``width`` rows of the vocabulary at a time.
+
+    ``width`` is None for the whole shard, however many rows it has: ranks with uneven shards go the same way.
+    """
 
     step: int
-    width: int
+    width: int | None
 
 
 def plan_geometry(
@@ -79,11 +82,12 @@ def plan_geometry(
         raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
     budget = chunk_bytes or DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cuda"])
     rows = plan.columns * plan.slices
+    width: int | None = None
     if tiles and rows >= LONG_CONTEXT_ROWS:
         height, width = tile_shape(rows, vocab, bytes_per_logit, budget)
     else:
-        height, width = chunk_rows(rows, vocab * bytes_per_logit, budget), vocab
-    return Geometry(max(1, height // plan.slices), max(1, width))
+        height = chunk_rows(rows, vocab * bytes_per_logit, budget)
+    return Geometry(max(1, height // plan.slices), width)
 
 
 @dataclass(frozen=True)

@@ -6,14 +6,17 @@ Nothing here is shared with the package. The tests of this file hold the oracle 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput
+from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput, geometry
 from megatron_kd.targets import TopKTargets
 
 METHODS = [
@@ -21,6 +24,19 @@ METHODS = [
     ("forward_chunked", "auto"),
     ("fused", "single_pass"),
     ("fused", "recompute"),
+]
+# What ``run_case`` knows beside these: the tiles of very long contexts, at any length.
+TILES = ("fused", "tiles")
+ALL_METHODS = [*METHODS, TILES]
+
+DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "tvd")
+# Which tail goes with which divergence, by the definitions.
+COMBINATIONS = [
+    (divergence, tail)
+    for divergence in DIVERGENCES
+    for tail in ("bucket", "renormalize_teacher", "renormalize_both", "truncate")
+    if not (tail == "truncate" and divergence != "forward_kl")
+    and not (tail == "renormalize_teacher" and divergence == "reverse_kl")
 ]
 
 
@@ -85,31 +101,46 @@ def hard_label_loss(y: Tensor, label: int) -> Tensor:
     return y.new_zeros(()) if label == -100 else cross_entropy(y[None], torch.tensor([label]))
 
 
-def oracle_row(z: Tensor, ids: list[int], logprobs: list[float], tail_logmass: float, tail: str) -> Tensor:
-    """One row of forward KL: z [V] scaled logits, by dictionaries of the probabilities."""
+def oracle_divergence(p: Tensor, log_q: Tensor, divergence: str, beta: float) -> Tensor:
+    """Σ over outcomes of the textbook terms; p [m] without graph, log q [m] with it, neither −inf in log q."""
+    q, positive = log_q.exp(), p > 0
+    log_p = torch.where(positive, p, 1.0).log()
+    if divergence == "forward_kl":
+        return (p * (log_p - log_q))[positive].sum()
+    if divergence == "reverse_kl":
+        return (q * (log_q - torch.where(positive, log_p, -100.0))).sum()
+    if divergence == "tvd":
+        return 0.5 * (q - p).abs().sum()
+    m = beta * p + (1 - beta) * q
+    return beta * (p * (log_p - m.log()))[positive].sum() + (1 - beta) * (q * (log_q - m.log())).sum()
+
+
+def oracle_row(
+    z: Tensor, ids: list[int], logprobs: list[float], tail_logmass: float, tail: str,
+    divergence: str = "forward_kl", beta: float = 0.5,
+) -> Tensor:  # fmt: skip
+    """One row: z [V] scaled logits, by a dictionary of the probabilities and, unless it is left out, the bucket."""
     p: dict[int, float] = {}
     for i, logprob in zip(ids, logprobs, strict=True):
         if i >= 0:
             p[i] = p.get(i, 0.0) + math.exp(logprob)
-    p_tail = math.exp(tail_logmass) if tail == "bucket" else 0.0
     outside = [j for j in range(z.numel()) if j not in p]
-    log_q = dict(enumerate(torch.log_softmax(z, dim=0)))
+    mass = sum(p.values()) if tail.startswith("renormalize") else 1.0
+    teacher = [v / mass for v in p.values()]
     if tail == "renormalize_both":
-        log_q = dict(zip(p, torch.log_softmax(z[list(p)], dim=0), strict=True))
-    if tail.startswith("renormalize"):
-        p = {i: v / sum(p.values()) for i, v in p.items()}
-    loss = z.new_zeros(())
-    for i, v in p.items():
-        if v > 0:
-            loss = loss + v * (math.log(v) - log_q[i])
-    if p_tail > 0 and outside:
-        loss = loss + p_tail * (math.log(p_tail) - torch.logsumexp(torch.stack([log_q[j] for j in outside]), dim=0))
-    return loss
+        log_q = torch.log_softmax(z[list(p)], dim=0)
+    else:
+        whole = torch.log_softmax(z, dim=0)
+        log_q = whole[list(p)]
+        if tail != "truncate" and outside:
+            teacher.append(math.exp(tail_logmass) if tail == "bucket" else 0.0)
+            log_q = torch.cat([log_q, torch.logsumexp(whole[outside], dim=0)[None]])
+    return oracle_divergence(torch.tensor(teacher, dtype=z.dtype), log_q, divergence, beta)
 
 
 def oracle_topk(
     case: Case, hidden: Tensor, weight: Tensor, *, tail: str = "bucket", ce_weight: float = 0.0,
-    logit_softcap: float | None = None, scale_by_t2: bool = True,
+    logit_softcap: float | None = None, scale_by_t2: bool = True, divergence: str = "forward_kl", beta: float = 0.5,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(Σ w·l with a graph, l [N] with 0 where the weight is 0)."""
     t = case.targets.temperature
@@ -121,7 +152,7 @@ def oracle_topk(
             continue
         kd = oracle_row(
             y[n] / t, case.targets.ids[n].tolist(), case.targets.logprobs[n].double().tolist(),
-            float(case.targets.tail_logmass[n]), tail,
+            float(case.targets.tail_logmass[n]), tail, divergence, beta,
         )  # fmt: skip
         kd = kd * t**2 if scale_by_t2 else kd
         rows.append((1 - ce_weight) * kd + (ce_weight * hard_label_loss(y[n], int(case.labels[n])) if ce_weight else 0))
@@ -131,16 +162,26 @@ def oracle_topk(
 
 def oracle_full(
     case: Case, hidden: Tensor, weight: Tensor, temperature: float, *, ce_weight: float = 0.0,
-    logit_softcap: float | None = None,
+    logit_softcap: float | None = None, divergence: str = "forward_kl", beta: float = 0.5,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same for a full-vocabulary teacher."""
     y = student_logits(hidden, weight, case.vocab_size, logit_softcap)
     u = student_logits(case.teacher_hidden, case.teacher_weight, case.vocab_size, None)
-    log_p, log_q = torch.log_softmax(u / temperature, dim=1), torch.log_softmax(y / temperature, dim=1)
-    kd = temperature**2 * kl_div(log_q, log_p, log_target=True, reduction="none").sum(dim=1)
+    p, log_q = torch.softmax(u / temperature, dim=1), torch.log_softmax(y / temperature, dim=1)
+    rows = [oracle_divergence(p[n], log_q[n], divergence, beta) for n in range(y.shape[0])]
+    kd = temperature**2 * (torch.stack(rows) if rows else y.sum(dim=1))
     ce = cross_entropy(y, case.labels, reduction="none", ignore_index=-100)
     per_token = torch.where(case.token_weights != 0, (1 - ce_weight) * kd + ce_weight * ce, 0.0)
     return (per_token * case.token_weights.double()).sum(), per_token
+
+
+@contextmanager
+def tiles() -> Iterator[None]:
+    """Within it, modes without a gradient in forward cut the vocabulary too, down to a single column."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(geometry, "LONG_CONTEXT_ROWS", 0)
+        patch.setattr(geometry, "_ROW_MULTIPLE", 1)
+        yield
 
 
 @dataclass(frozen=True)
@@ -170,7 +211,10 @@ def run_case(
     kw = sizes | kw
     if kw.get("ce_weight"):
         kw["labels"] = case.labels
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+    if mode == "tiles":
+        kw["mode"] = "recompute"
+    cut = tiles() if mode == "tiles" else nullcontext()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast), cut:
         if kind == "topk":
             out = IMPLEMENTATIONS[name].topk(hidden, weight, case.targets, case.token_weights, **kw)
         else:
@@ -208,16 +252,40 @@ def with_targets(case: Case, ids: Tensor, logprobs: Tensor, tail_logmass: Tensor
     return replace(case, targets=TopKTargets(ids, logprobs, tail_logmass, case.targets.temperature))
 
 
-def test_oracle_with_every_id_cached_is_torchs_kl_div() -> None:
+def test_oracle_is_torchs_kl_div() -> None:
+    """Both directions, and JSD as two KL divergences to the mixture, by torch's function."""
+    case = make_case(temperature=1.7)
+    u = student_logits(case.teacher_hidden, case.teacher_weight, 24, None) / 1.7
+    z = student_logits(case.hidden, case.weight, 24, None) / 1.7
+    log_p, log_q = torch.log_softmax(u, dim=1), torch.log_softmax(z, dim=1)
+
+    def kl(a: Tensor, b: Tensor) -> Tensor:
+        return kl_div(b, a, log_target=True, reduction="none").sum(dim=1)
+
+    log_m = (0.3 * log_p.exp() + 0.7 * log_q.exp()).log()
+    expected = {
+        "forward_kl": kl(log_p, log_q),
+        "reverse_kl": kl(log_q, log_p),
+        "jsd": 0.3 * kl(log_p, log_m) + 0.7 * kl(log_q, log_m),
+        "tvd": 0.5 * (log_p.exp() - log_q.exp()).abs().sum(dim=1),
+    }
+    for divergence, per_token in expected.items():
+        _, got, _, _ = oracle_run(case, "full", divergence=divergence, beta=0.3)
+        torch.testing.assert_close(got, 1.7**2 * per_token, msg=divergence)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_oracle_with_every_id_cached_is_the_full_divergence(divergence: str) -> None:
     case = make_case(top_k=24, temperature=1.7)
-    loss, per_token, _, _ = oracle_run(case)
-    full, full_per_token, _, _ = oracle_run(case, "full")
+    loss, per_token, _, _ = oracle_run(case, divergence=divergence)
+    full, full_per_token, _, _ = oracle_run(case, "full", divergence=divergence)
     torch.testing.assert_close(per_token, full_per_token)
     torch.testing.assert_close(loss, full)
 
 
-def test_oracle_bucket_is_below_the_full_divergence() -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+def test_oracle_bucket_is_below_the_full_divergence(divergence: str) -> None:
     case = make_case(top_k=4)
-    _, bucket, _, _ = oracle_run(case)
-    _, full, _, _ = oracle_run(case, "full")
-    assert (bucket > 0).all() and (bucket < full).all()
+    _, bucket, _, _ = oracle_run(case, divergence=divergence)
+    _, full, _, _ = oracle_run(case, "full", divergence=divergence)
+    assert (bucket > 0).all() and (bucket < full + 1e-15).all() and (bucket < full).any()

@@ -11,6 +11,9 @@ import torch
 from megatron_kd.losses import IMPLEMENTATIONS, linear_full_divergence, linear_topk_divergence
 from megatron_kd.targets import TopKTargets
 from tests.unit.test_losses_oracle import (
+    ALL_METHODS,
+    COMBINATIONS,
+    DIVERGENCES,
     METHODS,
     Case,
     Run,
@@ -63,17 +66,40 @@ def test_everything_masked(name: str, mode: str) -> None:
         assert (run.hidden_gradient == 0).all() and (run.weight_gradient == 0).all()
 
 
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_a_broken_row_that_counts_shows_as_nan(name: str, mode: str) -> None:
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("logprobs", torch.nan, "targets.logprobs: nan at token 3 is not the logarithm"),
+        ("logprobs", 2.5, "targets.logprobs: 2.5 at token 3 is not the logarithm"),
+        ("tail_logmass", torch.nan, "targets.tail_logmass: nan at token 3 is not the logarithm"),
+        ("tail_logmass", torch.inf, "targets.tail_logmass: inf at token 3 is not the logarithm"),
+    ],
+)
+def test_a_broken_row_that_counts_is_refused(name: str, field: str, value: float, message: str) -> None:
     case = make_case()
     ids, logprobs, tail = slots(case)
-    logprobs[3, 2] = torch.nan
-    assert run_case(with_targets(case, ids, logprobs, tail), name, mode).output.loss.isnan()
+    if field == "logprobs":
+        logprobs[3, 2] = value
+    else:
+        tail[3] = value
+    with pytest.raises(ValueError, match=message):
+        run_case(with_targets(case, ids, logprobs, tail), name, "auto")
 
 
-@pytest.mark.parametrize("tail_name", ["bucket", "renormalize_both"])
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_unused_duplicated_and_impossible_slots(name: str, mode: str, tail_name: str) -> None:
+def test_an_unused_slot_may_hold_anything() -> None:
+    case = make_case()
+    ids, logprobs, tail = slots(case)
+    ids[2, 1], logprobs[2, 1] = -1, -torch.inf
+    clean = with_targets(case, ids, logprobs, tail)
+    dirty = with_targets(case, ids, logprobs.masked_fill(ids < 0, torch.nan), tail)
+    for name, mode in METHODS:
+        assert_equal_runs(run_case(clean, name, mode), run_case(dirty, name, mode))
+
+
+@pytest.mark.parametrize(("divergence", "tail_name"), [c for c in COMBINATIONS if c[1] != "truncate"])
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_unused_duplicated_and_impossible_slots(name: str, mode: str, divergence: str, tail_name: str) -> None:
     """Id −1 is not id 0; copies of an id add up; probability 0 belongs to S; token 0 outside S stays outside."""
     case = make_case(top_k=6)
     ids, logprobs, tail = slots(case)
@@ -83,16 +109,18 @@ def test_unused_duplicated_and_impossible_slots(name: str, mode: str, tail_name:
     ids[3, 1:], logprobs[3, 1:] = -1, -torch.inf
     tail[4] = -torch.inf
     case = with_targets(case, ids, logprobs, tail)
-    assert_agrees(run_case(case, name, mode, tail=tail_name), oracle_run(case, tail=tail_name))
+    kw = {"tail": tail_name, "divergence": divergence}
+    assert_agrees(run_case(case, name, mode, **kw), oracle_run(case, **kw))
 
 
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_no_vocabulary_left_for_the_tail(name: str, mode: str) -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_no_vocabulary_left_for_the_tail(name: str, mode: str, divergence: str) -> None:
     """Every id is cached and the stored tail is not 0, by rounding: the tail counts as 0."""
     case = make_case(vocab=6, top_k=6)
     ids, logprobs, tail = slots(case)
     case = with_targets(case, ids, logprobs, torch.full_like(tail, -8.0))
-    assert_agrees(run_case(case, name, mode), oracle_run(case))
+    assert_agrees(run_case(case, name, mode, divergence=divergence), oracle_run(case, divergence=divergence))
 
 
 @pytest.mark.parametrize(("name", "mode"), METHODS)
@@ -195,7 +223,11 @@ def test_the_callers_tensors_are_left_alone(name: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"divergence": "reverse_kl"}, "divergence 'reverse_kl' is not available; available: forward_kl"),
+        ({"divergence": "hellinger"}, "divergence 'hellinger' is not available; available: forward_kl, reverse_kl"),
+        ({"divergence": "jsd", "tail": "truncate"}, "only for forward_kl: the truncated rows are no distributions"),
+        ({"divergence": "reverse_kl", "tail": "renormalize_teacher"}, "forward_kl, jsd, tvd: the teacher has no mass"),
+        ({"beta": 1.0, "divergence": "jsd"}, "strictly between 0 and 1, not 1.0"),
+        ({"beta": float("nan")}, "strictly between 0 and 1, not nan"),
         ({"tail": "ghost"}, "tail 'ghost' is not available; available: bucket"),
         ({"beta": 0.0}, "beta must lie strictly between 0 and 1"),
         ({"mode": "fast"}, "mode 'fast' is not available"),
@@ -206,6 +238,7 @@ def test_the_callers_tensors_are_left_alone(name: str, mode: str) -> None:
         ({"vocab_size": 28}, "must hold the whole vocabulary"),
         ({"vocab_start": 2}, "must hold the whole vocabulary"),
         ({"chunk_bytes": -1}, "chunk_bytes must be positive"),
+        ({"gradient_bytes": -1}, "gradient_bytes must not be negative"),
         ({"microbatches_in_flight": 0}, "microbatches_in_flight must be at least 1"),
         ({"main_grad_accumulation": True}, "main_grad"),
         ({"token_weights": torch.ones(6)}, r"token_weights has shape \(6,\).*need \(7,\)"),

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from megatron_kd.losses import IMPLEMENTATIONS, TAILS
 from megatron_kd.targets import TopKTargets
 from tests.unit.test_losses_oracle import (
+    ALL_METHODS,
+    COMBINATIONS,
+    DIVERGENCES,
     METHODS,
     assert_agrees,
     make_case,
@@ -23,23 +26,30 @@ from tests.unit.test_losses_oracle import (
 EXTRAS: list[dict[str, Any]] = [{}, {"ce_weight": 0.3}, {"ce_weight": 0.3, "logit_softcap": 2.0}]
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.7, 3.0, 0.5])
-@pytest.mark.parametrize("tail", list(TAILS))
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_topk_agrees_with_the_oracle(name: str, mode: str, tail: str, temperature: float) -> None:
-    case = make_case(temperature=temperature, masked=(2, 5))
-    for extra in EXTRAS:
-        run = run_case(case, name, mode, upstream=-1.5, tail=tail, **extra)
-        assert_agrees(run, oracle_run(case, upstream=-1.5, tail=tail, **extra))
+@pytest.mark.parametrize(("divergence", "tail"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_topk_agrees_with_the_oracle(name: str, mode: str, divergence: str, tail: str) -> None:
+    for temperature in (1.0, 1.7, 3.0, 0.5):
+        case = make_case(temperature=temperature, masked=(2, 5))
+        for extra in EXTRAS:
+            kw = {"divergence": divergence, "tail": tail, "beta": 0.3} | extra
+            run = run_case(case, name, mode, upstream=-1.5, **kw)
+            assert_agrees(run, oracle_run(case, upstream=-1.5, **kw))
 
 
-@pytest.mark.parametrize("temperature", [1.0, 1.7, 3.0])
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_full_agrees_with_the_oracle(name: str, mode: str, temperature: float) -> None:
-    case = make_case(temperature=temperature, masked=(0,))
-    for extra in EXTRAS:
-        run = run_case(case, name, mode, "full", upstream=0.25, **extra)
-        assert_agrees(run, oracle_run(case, "full", upstream=0.25, **extra))
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_full_agrees_with_the_oracle(name: str, mode: str, divergence: str) -> None:
+    for temperature in (1.0, 1.7, 3.0):
+        case = make_case(temperature=temperature, masked=(0,))
+        for extra in EXTRAS:
+            kw = {"divergence": divergence, "beta": 0.8} | extra
+            run = run_case(case, name, mode, "full", upstream=0.25, **kw)
+            assert_agrees(run, oracle_run(case, "full", upstream=0.25, **kw))
+
+
+def test_every_defined_combination_is_offered_and_no_other() -> None:
+    assert sorted((d, t) for t, tail in TAILS.items() for d in tail.divergences) == sorted(COMBINATIONS)
 
 
 @pytest.mark.parametrize(("name", "mode"), METHODS)
@@ -48,32 +58,35 @@ def test_without_t2_value_and_gradient_shrink_by_it(name: str, mode: str) -> Non
     assert_agrees(run_case(case, name, mode, scale_by_t2=False), oracle_run(case, scale_by_t2=False))
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("kind", ["topk", "full"])
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_finite_differences(name: str, mode: str, kind: str) -> None:
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_finite_differences(name: str, mode: str, kind: str, divergence: str) -> None:
     """The derivative in a random direction, by central differences of the implementation's own value."""
     case = make_case(temperature=3.0)
-    run = run_case(case, name, mode, kind, ce_weight=0.2)
+    kw: dict[str, Any] = {"ce_weight": 0.2, "divergence": divergence}
+    run = run_case(case, name, mode, kind, **kw)
     rng = torch.Generator().manual_seed(5)
     for _ in range(3):
         dh = torch.randn(case.hidden.shape, generator=rng, dtype=torch.float64)
         dw = torch.randn(case.weight.shape, generator=rng, dtype=torch.float64)
         step = 1e-5
         moved = [replace(case, hidden=case.hidden + s * dh, weight=case.weight + s * dw) for s in (step, -step)]
-        up, down = (run_case(there, name, mode, kind, ce_weight=0.2) for there in moved)
+        up, down = (run_case(there, name, mode, kind, **kw) for there in moved)
         numeric = (up.output.loss - down.output.loss) / (2 * step)
         analytic = (run.hidden_gradient * dh).sum() + (run.weight_gradient * dw).sum()
         torch.testing.assert_close(analytic, numeric.detach(), rtol=1e-7, atol=1e-7)
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("kind", ["topk", "full"])
 @pytest.mark.parametrize(("name", "mode"), [m for m in METHODS if m[1] != "single_pass"])
-def test_gradcheck(name: str, mode: str, kind: str) -> None:
+def test_gradcheck(name: str, mode: str, kind: str, divergence: str) -> None:
     case = make_case(tokens=4, size=3, vocab=9, top_k=3, temperature=1.7)
     implementation = IMPLEMENTATIONS[name]
 
     def value(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        kw: dict[str, Any] = {"vocab_size": 9, "mode": mode, "chunk_bytes": 200}
+        kw: dict[str, Any] = {"vocab_size": 9, "mode": mode, "chunk_bytes": 200, "divergence": divergence}
         if kind == "topk":
             return implementation.topk(hidden, weight, case.targets, case.token_weights, **kw).loss
         teacher = (case.teacher_hidden, case.teacher_weight)
@@ -82,8 +95,10 @@ def test_gradcheck(name: str, mode: str, kind: str) -> None:
     assert torch.autograd.gradcheck(value, (case.hidden.requires_grad_(), case.weight.requires_grad_()))
 
 
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_student_equal_to_teacher_has_no_loss_and_no_gradient(name: str, mode: str) -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_student_equal_to_teacher_has_no_loss_and_no_gradient(name: str, mode: str, divergence: str) -> None:
+    """TVD's value is 0; its gradient is the sign of rounding errors, anything between −½q and ½q."""
     case = make_case(top_k=24, temperature=1.7)
     logp = torch.log_softmax(case.hidden @ case.weight[:24].t() / 1.7, dim=1)
     ids = torch.arange(24, dtype=torch.int32).expand(7, 24).contiguous()
@@ -94,21 +109,22 @@ def test_student_equal_to_teacher_has_no_loss_and_no_gradient(name: str, mode: s
         targets=TopKTargets(ids, logp, torch.full((7,), -torch.inf), 1.7),
     )
     for kind in ("topk", "full"):
-        run = run_case(case, name, mode, kind)
-        for tensor in (run.output.loss_per_token, run.hidden_gradient, run.weight_gradient):
+        run = run_case(case, name, mode, kind, divergence=divergence)
+        gradients = () if divergence == "tvd" else (run.hidden_gradient, run.weight_gradient)
+        for tensor in (run.output.loss_per_token, *gradients):
             assert tensor.abs().max() < 1e-13
         assert (run.output.statistics.top1_agreement == 1).all()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 3, 4, 11])
-@pytest.mark.parametrize(("name", "mode"), METHODS)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
 def test_numbers_of_tokens_around_the_chunk(name: str, mode: str, tokens: int) -> None:
     case = make_case(tokens=tokens)
     assert_agrees(run_case(case, name, mode), oracle_run(case))
     assert_agrees(run_case(case, name, mode, "full"), oracle_run(case, "full"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     tokens=st.integers(0, 9),
     size=st.integers(1, 6),
@@ -118,18 +134,22 @@ def test_numbers_of_tokens_around_the_chunk(name: str, mode: str, tokens: int) -
     rows=st.integers(1, 12),
     masked=st.sets(st.integers(0, 8), max_size=4),
     temperature=st.sampled_from([0.5, 1.0, 2.5]),
-    method=st.sampled_from(METHODS),
+    method=st.sampled_from(ALL_METHODS),
+    combination=st.sampled_from(COMBINATIONS),
 )
 def test_any_shape(
     tokens: int, size: int, vocab: int, share: float, padding: int, rows: int, masked: set[int], temperature: float,
-    method: tuple[str, str],
+    method: tuple[str, str], combination: tuple[str, str],
 ) -> None:  # fmt: skip
     case = make_case(
         tokens, size, vocab, max(1, int(share * vocab)), temperature, padding, seed=tokens + 10 * vocab,
         masked=tuple(m for m in masked if m < tokens),
     )  # fmt: skip
-    assert_agrees(run_case(case, *method, rows=rows), oracle_run(case))
-    assert_agrees(run_case(case, *method, "full", rows=rows), oracle_run(case, "full"))
+    divergence, tail = combination
+    kw = {"divergence": divergence, "tail": tail}
+    assert_agrees(run_case(case, *method, rows=rows, **kw), oracle_run(case, **kw))
+    kw = {"divergence": divergence}
+    assert_agrees(run_case(case, *method, "full", rows=rows, **kw), oracle_run(case, "full", **kw))
 
 
 @settings(max_examples=40, deadline=None)
