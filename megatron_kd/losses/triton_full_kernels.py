@@ -49,8 +49,8 @@ def pair_terms(log_p, log_q, DIVERGENCE: tl.constexpr, BETA: tl.constexpr):
         u = d
     elif DIVERGENCE == "jsd":
         # log(q/m) = −log1p(β(e^r − 1)) for r ≤ 0 and −r − log1p((1 − β)(e^−r − 1)) for r ≥ 0: one exponential of −|r|.
-        neither = (p == 0.0) & (q == 0.0)
-        r = tl.where(neither, 0.0, log_p - log_q)
+        # Where both are 0, r is NaN and no term takes it.
+        r = log_p - log_q
         weight = tl.where(r <= 0.0, tl.full((), BETA, r.dtype), tl.full((), 1.0 - BETA, r.dtype))
         log_q_m = -log1p_nonpositive(weight * expm1_nonpositive(-tl.abs(r))) - tl.maximum(r, 0.0)
         log_p_m = tl.where(p != 0.0, r + log_q_m, 0.0)

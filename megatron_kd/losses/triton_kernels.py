@@ -16,9 +16,9 @@ A chunk [1024 × 128,256] in float32 is 525 MB. Sums and write move 1.6 GB: 0.33
 3.35 TB/s (H100). The eager form (maximum, subtract, exp, sum, multiply) moves 4.2 GB. The three GEMMs of such a chunk
 at D = 4096 take 4.6 ms at 700 TFLOP/s. Computed bounds, not measurements.
 
-The exponentials are held in registers, and the functions below need two or fewer special-function operations beyond
-them, so that memory stays the bound. Temperature, soft-cap and β are compile-time constants: they are those of a run,
-and a term that does nothing costs nothing. So do arguments that are None: they are left out of the program.
+Exponentials live in registers. Besides them a soft-cap and the generalised JSD need two special-function operations an
+entry each, few enough for memory to stay the bound. Temperature, soft-cap and β are compile-time constants: they are
+those of a run, and a term that does nothing costs nothing. So do arguments that are None, left out of the program.
 """
 
 import triton
