@@ -59,7 +59,7 @@ POINTERS = {"columns_pointer": "*i64", "owned_pointer": "*i1"}
 
 
 def compiled(kernel: Any, dtype: str, capability: int, *, bare: bool, divergence: str = "") -> Any:
-    """A kernel as the passes launch it, for a GPU of that compute capability."""
+    """A kernel as the passes launch it, for a GPU of that compute capability; bare ones over K = 1, as for labels."""
     constants: dict[str, Any] = {"DIVERGENCE": divergence, "BETA": 0.5}
     for model in ("", "TEACHER_"):
         constants |= {f"{model}TEMPERATURE": 1.0 if bare else 2.0, f"{model}SOFTCAP": None if bare else 30.0}
@@ -68,23 +68,27 @@ def compiled(kernel: Any, dtype: str, capability: int, *, bare: bool, divergence
         name = parameter.name
         signature[name] = POINTERS.get(name, f"*{dtype}" if name.endswith("pointer") else "i32")
         if parameter.is_constexpr:
-            given[name] = block_of(kernel) if name == "BLOCK" else constants[name]
+            given[name] = block_of(kernel, bare) if name == "BLOCK" else constants[name]
         elif (bare and name in CE) or (name == "cross_pointer" and divergence in ("jsd", "tvd")):
             given[name] = None
+        elif name == "K" and bare:
+            given[name] = 1  # Triton makes a constant of an argument of 1
         elif name != "K":
             aligned[(number,)] = [["tt.divisibility", 16]]
         if name in given:
             signature[name] = "constexpr"
     source = ASTSource(fn=kernel, signature=signature, constexprs=given, attrs=aligned)
-    options = {"num_warps": triton_passes.WARPS if block_of(kernel) > 1024 else 4}
+    options = {"num_warps": triton_passes.WARPS if block_of(kernel, bare) > 1024 else 4}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def block_of(kernel: Any) -> int:
-    """The step at which the passes launch it: for K = 100 where it is over K."""
+def block_of(kernel: Any, bare: bool) -> int:
+    """The step at which the passes launch it: those over K for a label and for 100 ids."""
     if kernel in PAIR:
         return triton_passes.PAIR_BLOCK
-    return triton_passes.BLOCK if "topk" in kernel.__name__ else 128
+    if "topk" in kernel.__name__:
+        return triton_passes.BLOCK
+    return 1 if bare else 128
 
 
 def name_of(kernel: Any) -> str:
@@ -135,11 +139,17 @@ def test_kernels_of_a_full_teacher_compile_in_float64(kernel: Any, tmp_path: Pat
 
 
 def test_available_says_whether_triton_is_there() -> None:
-    report = "from megatron_kd.losses import passes, triton_passes; import torch; "
-    report += "print(triton_passes.AVAILABLE, [passes.passes_for(torch.device(d)).name for d in ('cpu', 'cuda')])"
-    with_triton = python("-c", report)
-    without = python("-c", "import sys; sys.modules['triton'] = None; " + report)
-    assert (with_triton.stdout, without.stdout) == ("True ['eager', 'triton']\n", "False ['eager', 'eager']\n")
+    assert triton_passes.AVAILABLE
+    assert [passes.passes_for(torch.device(name)).name for name in ("cpu", "cuda")] == ["eager", "triton"]
+    without = """if True:
+        import sys
+        sys.modules["triton"] = None
+        import torch
+        from megatron_kd.losses import passes, triton_passes
+        print(triton_passes.AVAILABLE, passes.passes_for(torch.device("cuda")).name)
+    """
+    done = python("-c", without)
+    assert done.stdout == "False eager\n", done.stderr
 
 
 @pytest.mark.parametrize(
