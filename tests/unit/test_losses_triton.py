@@ -53,8 +53,16 @@ CE = ("ce_total_pointer", "ce_scale_pointer", "ce_shift_pointer")
 SINGLE = [single.topk_sums_kernel, single.topk_write_kernel, single.take_kernel, single.hide_kernel, single.add_kernel]
 PAIR = [pair.full_sums_kernel, pair.full_values_kernel, pair.full_write_kernel]
 # "bare" is without cross-entropy, soft-cap and temperature.
-FLOAT32 = [pytest.param("fp32", 80, True, id="ampere-bare"), pytest.param("fp32", 90, False, id="hopper")]
-FLOAT64 = [pytest.param("fp64", 90, False, id="hopper-float64")]
+VARIANTS = [
+    pytest.param("fp32", 80, True, id="ampere-bare"),
+    pytest.param("fp32", 90, False, id="hopper"),
+    pytest.param("fp64", 90, False, id="hopper-float64"),
+]
+PAIR_VARIANTS = [
+    pytest.param("forward_kl", "fp32", 80, True, id="forward_kl-ampere-bare"),
+    *[pytest.param(name, "fp32", 90, False, id=f"{name}-hopper") for name in DIVERGENCES],
+    pytest.param("jsd", "fp64", 90, False, id="jsd-hopper-float64"),
+]
 POINTERS = {"columns_pointer": "*i64", "owned_pointer": "*i1"}
 
 
@@ -116,7 +124,7 @@ def check_machine_code(code: Any, dtype: str, folder: Path) -> None:
         assert stack[1] == "0", f"registers spill to memory: {usage}"
 
 
-@pytest.mark.parametrize(("dtype", "capability", "bare"), FLOAT32 + FLOAT64)
+@pytest.mark.parametrize(("dtype", "capability", "bare"), VARIANTS)
 @pytest.mark.parametrize("kernel", SINGLE, ids=name_of)
 def test_kernels_of_cached_targets_compile(
     kernel: Any, dtype: str, capability: int, bare: bool, tmp_path: Path
@@ -124,18 +132,12 @@ def test_kernels_of_cached_targets_compile(
     check_machine_code(compiled(kernel, dtype, capability, bare=bare), dtype, tmp_path)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
-@pytest.mark.parametrize(("dtype", "capability", "bare"), FLOAT32)
+@pytest.mark.parametrize(("divergence", "dtype", "capability", "bare"), PAIR_VARIANTS)
 @pytest.mark.parametrize("kernel", PAIR, ids=name_of)
 def test_kernels_of_a_full_teacher_compile(
     kernel: Any, dtype: str, capability: int, bare: bool, divergence: str, tmp_path: Path
 ) -> None:
     check_machine_code(compiled(kernel, dtype, capability, bare=bare, divergence=divergence), dtype, tmp_path)
-
-
-@pytest.mark.parametrize("kernel", PAIR, ids=name_of)
-def test_kernels_of_a_full_teacher_compile_in_float64(kernel: Any, tmp_path: Path) -> None:
-    check_machine_code(compiled(kernel, "fp64", 90, bare=False, divergence="jsd"), "fp64", tmp_path)
 
 
 def test_available_says_whether_triton_is_there() -> None:
