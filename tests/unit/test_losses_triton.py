@@ -21,7 +21,7 @@ from megatron_kd.losses.passes import Scaling
 
 triton = pytest.importorskip("triton")
 if triton.knobs.runtime.interpret:
-    pytest.skip("TRITON_INTERPRET is set: run triton_interpreted.py instead", allow_module_level=True)
+    pytest.skip("TRITON_INTERPRET is set: run triton_interpreted_*.py instead", allow_module_level=True)
 
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -38,11 +38,12 @@ def python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=env, capture_output=True, text=True, timeout=540)
 
 
+FILES = [f"tests/unit/triton_interpreted_{part}.py" for part in ("passes", "losses")]
+
+
 @pytest.mark.slow
 def test_the_numbers_are_right_in_the_interpreter() -> None:
-    done = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/unit/triton_interpreted.py", TRITON_INTERPRET="1"
-    )
+    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", *FILES, TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     counted = re.search(r"^(\d+) passed", done.stdout, re.MULTILINE)
     assert counted and int(counted[1]) > 50 and "skipped" not in done.stdout, done.stdout[-2000:]

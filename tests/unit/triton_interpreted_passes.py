@@ -10,8 +10,6 @@ Every pass is held against the eager form and against a float64 formula that sha
 
 import math
 import os
-from dataclasses import dataclass
-from itertools import product
 from typing import Any
 
 import pytest
@@ -20,12 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_kd.losses import IMPLEMENTATIONS, TAILS, passes, triton_kernels, triton_passes
+from megatron_kd.losses import triton_kernels, triton_passes
 from megatron_kd.losses.divergences import DIVERGENCES, LOG_P_FLOOR, make_divergence
 from megatron_kd.losses.eager_passes import EagerPasses
 from megatron_kd.losses.passes import Passes, Scaling
 from megatron_kd.losses.triton_passes import TritonPasses
-from megatron_kd.targets import TopKTargets
+from tests.unit.triton_blocks import Block, Buffer, assert_within, every_block, tolerance, z_of
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     raise RuntimeError("run this file with TRITON_INTERPRET=1: Triton must not have been imported without it")
@@ -71,74 +69,6 @@ def test_functions_lose_no_digits_near_zero(name: str, dtype: torch.dtype) -> No
     )
 
 
-@dataclass(frozen=True)
-class Block:
-    """What a test draws: a block of raw logits in a wider buffer, and how it is looked at."""
-
-    n: int
-    V: int
-    block: int
-    dtype: torch.dtype
-    scaling: Scaling
-    hidden: str
-    with_ce: bool
-    kind: str
-    seed: int
-
-    def generator(self) -> torch.Generator:
-        return torch.Generator().manual_seed(self.seed)
-
-    def logits(self, rng: torch.Generator) -> Tensor:
-        """[n, V] float64 whose numbers are exact in ``dtype``."""
-        x = torch.randn(self.n, self.V, generator=rng, dtype=torch.float64) * 3
-        if self.kind == "extreme":
-            x = 80.0 * x.sign() + x
-        elif self.kind == "tails":
-            x = torch.where(torch.rand(x.shape, generator=rng, dtype=torch.float64) < 0.7, -140.0, 0.0) + x
-        elif self.kind == "offset":
-            x = x + 1e3 * torch.randn(self.n, 1, generator=rng, dtype=torch.float64).sign()
-        return x.to(self.dtype).double()
-
-    def slots(self, rng: torch.Generator) -> tuple[Tensor, Tensor]:
-        """(columns, owned) [n, K]: distinct where owned, column 0 where not."""
-        owned_slots = {"none": 0, "some": min(self.V, 3), "all": self.V}[self.hidden]
-        columns = torch.zeros(self.n, owned_slots + 2, dtype=torch.int64)
-        owned = torch.zeros(self.n, owned_slots + 2, dtype=torch.bool)
-        for row in range(self.n):
-            places = torch.randperm(owned_slots + 2, generator=rng)[:owned_slots]
-            columns[row, places] = torch.randperm(self.V, generator=rng)[:owned_slots]
-            owned[row, places] = True
-        return columns, owned
-
-    def rows(self, rng: torch.Generator) -> Tensor:
-        """[n] float64, exact in ``dtype``."""
-        return torch.randn(self.n, generator=rng, dtype=torch.float64).to(self.dtype).double()
-
-    def given(self, *values: Tensor) -> list[Tensor]:
-        return [value.to(self.dtype) for value in values]
-
-
-def make_blocks() -> list[Block]:
-    """Every kind of logits at every scaling, all else in turn; then shapes at the edge, and one of the real step."""
-    made = []
-    scalings = [Scaling(1.0, None), Scaling(1.7, 5.0), Scaling(3.0, None), Scaling(1.0, 5.0)]
-    for number, (kind, scaling) in enumerate(product(["plain", "extreme", "tails", "offset"], scalings)):
-        dtype = torch.float64 if number % 5 == 0 else torch.float32
-        hidden = ["some", "none", "all"][number // 2 % 3]
-        step = [32, 64][number // 3 % 2]
-        made.append(Block(2, [150, 64, 71][number % 3], step, dtype, scaling, hidden, number % 4 < 2, kind, number))
-    for number, (n, V) in enumerate([(0, 9), (3, 0), (0, 0), (1, 1), (3, 7)]):
-        scaling = Scaling(1.7, 5.0 if number % 2 else None)
-        made.append(Block(n, V, 16, torch.float32, scaling, "all", True, "plain", number))
-    made.append(Block(2, 5003, 4096, torch.float32, Scaling(1.7, 5.0), "some", True, "plain", 5))
-    return made
-
-
-every_block = pytest.mark.parametrize(
-    "block", make_blocks(), ids=lambda b: f"{b.n}x{b.V}-{b.kind}-{b.scaling.temperature}-{b.scaling.softcap}"
-)
-
-
 @pytest.fixture(autouse=True)
 def _restore_block_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     """``set_block_size`` is undone after the test."""
@@ -150,45 +80,6 @@ def set_block_size(size: int) -> None:
     """Small blocks make many steps a row: running maxima that grow, masked last steps."""
     triton_passes.BLOCK = triton_passes.PAIR_BLOCK = size
     triton_passes.SLOTS_BLOCK = min(size, 16)
-
-
-class Buffer:
-    """Logits as rows of a wider buffer, whose other columns must stay as they are."""
-
-    MARK = 7.0
-
-    def __init__(self, values: Tensor, dtype: torch.dtype) -> None:
-        self.whole = torch.full((values.shape[0], values.shape[1] + 5), self.MARK, dtype=dtype)
-        self.view = self.whole[:, 2 : 2 + values.shape[1]]
-        self.view.copy_(values)
-
-    def take(self) -> Tensor:
-        outside = torch.cat([self.whole[:, :2], self.whole[:, 2 + self.view.shape[1] :]], dim=1)
-        assert (outside == self.MARK).all(), "columns outside the block were written"
-        return self.view.double()
-
-
-def z_of(x: Tensor, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """(z, dy/dx) in float64."""
-    if scaling.softcap is None:
-        return x / scaling.temperature, torch.ones_like(x)
-    y = scaling.softcap * torch.tanh(x / scaling.softcap)
-    return y / scaling.temperature, 1 - torch.tanh(x / scaling.softcap) ** 2
-
-
-def tolerance(dtype: torch.dtype, *values: Tensor) -> float:
-    """The rounding of z is relative to its size, that of exp(z) is the absolute one of z."""
-    largest = max((float(v[v.isfinite()].abs().amax()) for v in values if v.isfinite().any()), default=0.0)
-    return 8 * torch.finfo(dtype).eps * (largest + 4)
-
-
-def assert_within(got: Tensor, expected: Tensor, allowed: Tensor | float) -> None:
-    """|got − expected| ≤ allowed, and infinite where expected is."""
-    same = got == expected
-    error = torch.where(same, 0.0, (got - expected).abs())
-    # What lies below the normal numbers may be flushed to 0.
-    excess = error - allowed - 1e-37
-    assert (excess <= 0).all(), (got[excess > 0], expected[excess > 0], excess.max())
 
 
 @every_block
@@ -425,71 +316,3 @@ def test_probabilities_of_zero(name: str) -> None:
         assert_within(got_u.double(), u.sum(dim=1), eps * (1 + u.abs().sum(dim=1)))
         work.write(divergence, lse_z.float(), lse_u.float(), u.sum(dim=1).float(), torch.ones(1), None, None)
         assert_within(buffer.take(), u - q * u.sum(dim=1), eps * (u.abs() + q * u.sum().abs() + p + q))
-
-
-# Whole losses: the same calls with one form and the other.
-
-N, D, VOCAB, PADDED, K = 5, 4, 23, 26, 4
-COMBINATIONS = [(name, tail) for tail, rules in TAILS.items() for name in rules.divergences]
-# Recomputation shares its arithmetic with the single pass: once, with everything in it.
-METHODS = [("single_pass", False), ("single_pass", True), ("recompute", True)]
-
-
-def loss_and_gradients(kind: str, mode: str, everything: bool, **options: Any) -> list[Tensor]:
-    """(loss per token, dH, dW, top-1 agreement); ``everything`` is temperature, soft-cap, labels, a row left out."""
-    rng = torch.Generator().manual_seed(11)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=rng) * 1.5
-
-    hidden, weight = normal(N, D).requires_grad_(), normal(PADDED, D).requires_grad_()
-    teacher_hidden, teacher_weight = normal(N, D + 1), normal(PADDED, D + 1)
-    temperature = 1.7 if everything else 1.0
-    token_weights = torch.rand(N, generator=rng) + 0.5
-    if everything:
-        token_weights[2] = 0.0
-        labels = torch.tensor([3, -100, 7, 0, VOCAB - 1])
-        options |= {"logit_softcap": 5.0, "labels": labels, "ce_weight": 0.3}
-    options |= {"vocab_size": VOCAB, "mode": mode, "beta": BETA, "chunk_bytes": 4 * 3 * VOCAB}
-    if kind == "topk":
-        logp = torch.log_softmax(teacher_hidden @ teacher_weight[:VOCAB].t() / temperature, dim=1)
-        best = logp.topk(K, dim=1)
-        ids = best.indices.to(torch.int32)
-        ids[0, -1] = -1
-        logprobs = best.values.masked_fill(ids < 0, -torch.inf)
-        tail = torch.log1p(-logprobs.exp().sum(dim=1))
-        targets = TopKTargets(ids, logprobs, tail, temperature)
-        result = IMPLEMENTATIONS["fused"].topk(hidden, weight, targets, token_weights, **options)
-    else:
-        options["temperature"] = temperature
-        result = IMPLEMENTATIONS["fused"].full(hidden, weight, teacher_hidden, teacher_weight, token_weights, **options)
-    result.loss.backward()
-    assert hidden.grad is not None and weight.grad is not None
-    return [result.loss_per_token, hidden.grad, weight.grad, result.statistics.top1_agreement]
-
-
-def check_forms_agree(monkeypatch: pytest.MonkeyPatch, kind: str, mode: str, everything: bool, **options: Any) -> None:
-    expected = loss_and_gradients(kind, mode, everything, **options)
-    used = []
-
-    def triton_form(device: torch.device) -> Passes:
-        used.append(device)
-        return TritonPasses()
-
-    monkeypatch.setattr(passes, "passes_for", triton_form)
-    got = loss_and_gradients(kind, mode, everything, **options)
-    assert used, "the loss did not ask for its passes"
-    for ours, theirs in zip(got, expected, strict=True):
-        assert (ours - theirs).abs().max() <= 1e-5 * max(1.0, float(theirs.abs().max()))
-
-
-@pytest.mark.parametrize(("mode", "everything"), METHODS)
-@pytest.mark.parametrize(("name", "tail"), COMBINATIONS)
-def test_topk_losses_agree(monkeypatch: pytest.MonkeyPatch, name: str, tail: str, mode: str, everything: bool) -> None:
-    check_forms_agree(monkeypatch, "topk", mode, everything, divergence=name, tail=tail)
-
-
-@pytest.mark.parametrize(("mode", "everything"), METHODS)
-@pytest.mark.parametrize("name", DIVERGENCES)
-def test_full_losses_agree(monkeypatch: pytest.MonkeyPatch, name: str, mode: str, everything: bool) -> None:
-    check_forms_agree(monkeypatch, "full", mode, everything, divergence=name)
