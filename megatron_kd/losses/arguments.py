@@ -150,7 +150,7 @@ def gathered_leading(hidden: Tensor, arguments: LossArguments) -> tuple[int, ...
 def check_per_token(name: str, tensor: Tensor, leading: tuple[int, ...], tokens: int) -> None:
     """Accepts [N] and the leading shape of the gathered hidden states; [b, s] for [s, b] is the usual mistake."""
     shape = tuple(tensor.shape)
-    if shape not in {(tokens,), leading}:
+    if shape != (tokens,) and shape != leading:
         raise ValueError(
             f"{name} has shape {shape}; the gathered hidden states need {leading} or ({tokens},), sequence first"
         )

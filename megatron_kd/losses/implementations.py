@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from megatron_kd.losses.arguments import LossArguments, Settings, check_values
@@ -12,6 +13,7 @@ from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.dense import run_dense_full, run_dense_topk
 from megatron_kd.losses.forward_chunked import run_forward_chunked
 from megatron_kd.losses.full import FullDivergence
+from megatron_kd.losses.op import run_operator
 from megatron_kd.losses.output import DivergenceOutput
 from megatron_kd.losses.topk import TopKDivergence
 from megatron_kd.targets import TopKTargets
@@ -26,6 +28,16 @@ class Implementation:
 
 
 def _fused(
+    hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings
+) -> DivergenceOutput:
+    # The operator checks the values itself, and returns gradients, which main_grad has no use for.
+    if torch.compiler.is_compiling() and not settings.main_grad_accumulation:
+        return run_operator(hidden, weight, source, arguments, settings)
+    return _fused_eager(hidden, weight, source, arguments, settings)
+
+
+@torch.compiler.disable
+def _fused_eager(
     hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings
 ) -> DivergenceOutput:
     _check_values(arguments, source)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_kd.losses import IMPLEMENTATIONS
+from megatron_kd.losses import IMPLEMENTATIONS, linear_topk_divergence
 from megatron_kd.targets import TopKTargets
 from megatron_kd.testing import run_distributed
 from tests.unit.test_losses_oracle import ALL_METHODS, Case, make_case, oracle_run, tiles
@@ -198,3 +198,29 @@ def test_any_layout_equals_the_oracle(world: int, plan: int) -> None:
     for _, counts in results if (world, plan) == (2, 0) else ():
         # Three chunks: an exchange each (two for jsd), dH reduced once each, the per-token loss summed at the end.
         assert counts == EXPECTED_TRAFFIC
+
+
+def compiled_step(rank: int, world: int) -> float:
+    """A compiled step without a graph break, against the eager one."""
+    case = make_case(12, 5, 24, 4)
+    half = slice(rank * 12, rank * 12 + 12)
+
+    def step(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return linear_topk_divergence(
+            hidden * 2, weight, case.targets, case.token_weights, vocab_size=24, vocab_start=half.start,
+            group=dist.group.WORLD, divergence="jsd", chunk_bytes=2 * 4 * 12 * 8,
+        ).loss  # fmt: skip
+
+    found = []
+    for run in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        hidden, weight = case.hidden.clone().requires_grad_(), case.weight[half].clone().requires_grad_()
+        loss = run(hidden, weight)
+        loss.backward()
+        found.append((loss.detach(), hidden.grad, weight.grad))
+    torch.testing.assert_close(found[1], found[0])
+    return float(found[0][0])
+
+
+def test_a_compiled_step_on_two_ranks() -> None:
+    losses = run_distributed(compiled_step, 2)
+    assert losses[0] == losses[1] > 0
