@@ -142,6 +142,10 @@ def read_evaluation(run_dir: Path, iteration: int, recipe: Recipe) -> dict[str, 
 
 
 def _measure_of(recipe: Recipe) -> str:
-    """A hash of all settings that decide an evaluation: data, models, loss."""
-    decisive = recipe.model_dump(mode="json", include={"data", "teacher", "student", "loss", "seed"})
+    """A hash of all settings that decide an evaluation: data, models, loss (not in how much memory it is computed)."""
+    decisive = recipe.model_dump(
+        mode="json",
+        include={"data", "teacher", "student", "loss", "seed"},
+        exclude={"loss": {"mode", "chunk_mib", "gradient_mib"}},
+    )
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

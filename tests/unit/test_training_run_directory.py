@@ -11,6 +11,7 @@ import pytest
 
 from megatron_kd.config import load_recipe
 from megatron_kd.errors import ConfigError
+from megatron_kd.training.evaluate import read_evaluation, write_evaluation
 from megatron_kd.training.run_directory import (
     describe_environment,
     exclusive,
@@ -76,7 +77,10 @@ def test_a_run_goes_on_with_its_loss_in_whatever_memory(tmp_path: Path, override
     recipe, run_dir = ROOT / "recipes/smollm2_cpu.yaml", tmp_path / "run"
     open_run_directory(load_recipe(recipe, [f"run_dir={run_dir}"]))
     (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    write_evaluation(run_dir, 1, 10, {"eval/kd": 2.0}, load_recipe(recipe, [f"run_dir={run_dir}"]))
     changed = load_recipe(recipe, [f"run_dir={run_dir}", override])
+    # An evaluation is the run's own as long as it was measured by the same divergence.
+    assert read_evaluation(run_dir, 1, changed) == ({"eval/kd": 2.0} if may_change else None)
     if may_change:
         open_run_directory(changed)
         return
