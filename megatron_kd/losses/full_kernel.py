@@ -26,6 +26,9 @@ class FullRows:
     batch: RowBatch
     labels: Labels | None
 
+    def __getitem__(self, part: slice) -> FullRows:
+        return FullRows(self.batch[part], None if self.labels is None else self.labels[part])
+
 
 @dataclass
 class FullWork:

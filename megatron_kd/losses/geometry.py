@@ -38,18 +38,27 @@ LONG_CONTEXT_ROWS = 128 << 10
 
 
 def tile_shape(rows: int, vocab: int, bytes_per_logit: float, budget: int) -> tuple[int, int]:
-    """(rows, columns) of a tile of logits within ``budget`` bytes that moves the fewest bytes.
+    """(rows, columns) of a tile of logits within ``budget`` bytes that moves few bytes; see ``moved_rows``.
 
-    With R·C = E logits in a tile of N rows and V columns, recompute reads W and reads and writes dW once per block of
-    rows (three passes of V·D float32, N/R times) and reads and writes dH once per slice of the vocabulary beyond the
-    first (two passes of N·D, V/C times): N·D·(3·V·C/E + 2·V/C), least at C = √(2E/3). Multiples of 128.
+    With R·C = E logits in a tile the cost is N·D·(3·V·C/E + 2·V/C), least at C = √(2E/3). Multiples of 128.
     """
     logits = max(1, int(budget // bytes_per_logit))
     columns = int((2 * logits / 3) ** 0.5) // _ROW_MULTIPLE * _ROW_MULTIPLE
     columns = min(vocab, max(_ROW_MULTIPLE, columns))
-    slices = max(1, -(-vocab // columns))
-    columns = max(1, -(-vocab // slices))
-    return chunk_rows(rows, columns, logits), columns
+    columns = max(1, -(-vocab // max(1, -(-vocab // max(1, columns)))))
+    shapes = [(chunk_rows(rows, columns, logits), columns)]
+    if 0 < vocab <= logits:
+        shapes.append((chunk_rows(rows, vocab, logits), vocab))
+    return min(shapes, key=lambda shape: moved_rows(rows, vocab, *shape))
+
+
+def moved_rows(rows: int, vocab: int, height: int, width: int) -> float:
+    """Rows of D numbers that ``recompute`` reads and writes beside the logits, in tiles of ``height`` × ``width``.
+
+    W is read and dW read and written once per block of rows (three passes of V rows, N/R times); dH is read and
+    written once per slice of the vocabulary beyond the first (two passes of N rows, V/C − 1 times).
+    """
+    return 3 * vocab * -(-rows // height) + 2 * rows * (-(-vocab // width) - 1)
 
 
 def row_blocks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[slice]:

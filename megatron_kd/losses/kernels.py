@@ -14,7 +14,7 @@ normalisers, without an exchange.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -76,7 +76,14 @@ class RowWork(Protocol):
         """[F, n], this rank's part of the first exchange."""
 
 
-class RowKernel[R, W: RowWork](Protocol):
+class Rows(Protocol):
+    """What ``prepare`` leaves: n rows, of which a block can be taken."""
+
+    def __getitem__(self, part: slice) -> Self:
+        """A block of the rows."""
+
+
+class RowKernel[R: Rows, W: RowWork](Protocol):
     """The elementwise half of a fused loss. Logits are [n, V]; those of the teacher are None for cached targets.
 
     Attributes:
@@ -90,7 +97,7 @@ class RowKernel[R, W: RowWork](Protocol):
     tileable: bool
 
     def prepare(self, batch: RowBatch) -> R:
-        """What does not depend on the logits."""
+        """What does not depend on the logits, once for all blocks of a chunk."""
 
     def begin(self, logits: Tensor, teacher_logits: Tensor | None, rows: R, part: VocabRange) -> W:
         """The local sums. Overwrites the logits."""
@@ -116,6 +123,9 @@ class Labels:
 
     ids: Tensor
     weight: Tensor
+
+    def __getitem__(self, part: slice) -> Labels:
+        return Labels(self.ids[part], self.weight[part])
 
 
 def label_rows(arguments: LossArguments, batch: RowBatch) -> Labels | None:

@@ -58,7 +58,7 @@ class ChunkRows:
         self.kernel = kernel
         self.tp = arguments.tp
         self.logits = logits
-        self.batch = batch
+        self.rows = kernel.prepare(batch)
         self.blocks = logits.blocks()
         self.works: list[Any] = []
         self.first: Pending | None = None
@@ -68,8 +68,7 @@ class ChunkRows:
             self.first = self.tp.start_stack(torch.cat([work.packed for work in self.works], dim=1))
 
     def _begin(self, block: slice) -> Any:
-        rows = self.kernel.prepare(self.batch[block])
-        return self.kernel.begin(*self.logits[block], rows, self.logits.part)
+        return self.kernel.begin(*self.logits[block], self.rows[block], self.logits.part)
 
     def combine(self) -> None:
         """Takes the first exchange and starts the second, if the divergence has one."""
@@ -128,13 +127,13 @@ class TiledRows:
         self.kernel = kernel
         self.tp = arguments.tp
         self.blocks = blocks
-        self.rows = [kernel.prepare(batch[block]) for block in blocks]
+        self.rows = kernel.prepare(batch)
         self.works: list[Any] = [None for _ in blocks]
 
     def add(self, logits: Logits) -> None:
         """Takes the sums of the next slice."""
         for number, block in enumerate(self.blocks):
-            work = self.kernel.begin(*logits[block], self.rows[number], logits.part)
+            work = self.kernel.begin(*logits[block], self.rows[block], logits.part)
             before = self.works[number]
             self.works[number] = self.kernel.merge([work] if before is None else [before, work])
 
@@ -157,18 +156,15 @@ class TiledRows:
 
     def gradient(self, logits: Logits, saved: Tensor, scale: Tensor) -> None:
         """Fresh logits of a slice [c, C] → scale·dL/dlogits in place, by saved [S, c]; no communication."""
-        for number, block in enumerate(self.blocks):
-            self.kernel.gradient(*logits[block], self.rows[number], logits.part, saved[:, block], scale[block])
+        for block in self.blocks:
+            self.kernel.gradient(*logits[block], self.rows[block], logits.part, saved[:, block], scale[block])
 
 
 def chunk_gradient(
     kernel: RowKernel[Any, Any], arguments: LossArguments, logits: Logits, batch: RowBatch, saved: Tensor, scale: Tensor
 ) -> None:
     """``TiledRows.gradient`` for logits that are one slice."""
-    for block in logits.blocks():
-        TiledRows(kernel, arguments, batch[block], [slice(0, logits.student[block].shape[0])]).gradient(
-            Logits(*logits[block], logits.part), saved[:, block], scale[block]
-        )
+    TiledRows(kernel, arguments, batch, logits.blocks()).gradient(logits, saved, scale)
 
 
 def per_token_loss(arguments: LossArguments, figures: Tensor) -> Tensor:

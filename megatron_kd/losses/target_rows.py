@@ -17,14 +17,19 @@ class TargetRows:
     Attributes:
         ids: int32 [n, K], −1 where unused.
         p: [n, K], the teacher's probabilities, 0 where unused.
+        mass: [n], Σp.
         tail: [n], the teacher's probability outside the ids, as measured when the targets were made.
         best: int64 [n, 1], the slot of the most likely id.
     """
 
     ids: Tensor
     p: Tensor
+    mass: Tensor
     tail: Tensor
     best: Tensor
+
+    def __getitem__(self, part: slice) -> TargetRows:
+        return TargetRows(self.ids[part], self.p[part], self.mass[part], self.tail[part], self.best[part])
 
 
 def target_rows(targets: TopKTargets, rows: Tensor | slice, valid: Tensor, dtype: torch.dtype) -> TargetRows:
@@ -46,4 +51,4 @@ def target_rows(targets: TopKTargets, rows: Tensor | slice, valid: Tensor, dtype
     merged_p = torch.zeros_like(p).scatter_add_(1, run, p.gather(1, order))
     # Copies write the same id into their slot, in whatever order.
     merged_ids = torch.full_like(ids, -1).scatter_(1, run, ids)
-    return TargetRows(merged_ids, merged_p, tail, merged_p.argmax(dim=1, keepdim=True))
+    return TargetRows(merged_ids, merged_p, merged_p.sum(dim=1), tail, merged_p.argmax(dim=1, keepdim=True))

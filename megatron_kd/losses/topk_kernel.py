@@ -27,13 +27,25 @@ from megatron_kd.targets import TopKTargets
 
 @dataclass(frozen=True)
 class TopKRows:
-    """n rows before their logits: cached ids, the teacher after the treatment of the tail (log p, p of the tail)."""
+    """n rows before their logits: cached ids, and the teacher after the treatment of the tail: log p [n, K], its mass
+    and that of the tail [n]."""
 
     batch: RowBatch
     targets: TargetRows
-    p: Tensor
+    log_p: Tensor
+    p_mass: Tensor
     p_tail: Tensor
     labels: Labels | None
+
+    def __getitem__(self, part: slice) -> TopKRows:
+        return TopKRows(
+            self.batch[part],
+            self.targets[part],
+            self.log_p[part],
+            self.p_mass[part],
+            self.p_tail[part],
+            None if self.labels is None else self.labels[part],
+        )
 
 
 @dataclass
@@ -110,7 +122,8 @@ class TopKKernel:
     def prepare(self, batch: RowBatch) -> TopKRows:
         """See the protocol."""
         rows = target_rows(self.targets, batch.rows, batch.valid, self.arguments.dtype)
-        return TopKRows(batch, rows, *self.tail.teacher(rows.p, rows.tail), label_rows(self.arguments, batch))
+        p, p_tail = self.tail.teacher(rows.p, rows.tail)
+        return TopKRows(batch, rows, p.log(), p.sum(dim=1), p_tail, label_rows(self.arguments, batch))
 
     def begin(self, logits: Tensor, teacher_logits: Tensor | None, rows: TopKRows, part: VocabRange) -> TopKWork:
         """Five to nine floats a row go into the exchange: two maxima with their sums, z at the teacher's best id, …"""
@@ -127,7 +140,7 @@ class TopKKernel:
             parts += [outside.ce_total, (self.arguments.temperature * relative).exp().sum(dim=1)]
         if self.divergence.expectation == "linear":
             # Σ q·(log q − log p) up to the normaliser: q is the exponential, log q is z.
-            log_ratio = relative - rows.p.log().clamp(min=LOG_P_FLOOR)
+            log_ratio = relative - rows.log_p.clamp(min=LOG_P_FLOOR)
             parts.append(torch.where(exponentials != 0, exponentials * log_ratio, 0.0).sum(dim=1))
         work.packed = torch.stack(parts)
         return work
@@ -187,7 +200,7 @@ class TopKKernel:
         if self.divergence.expectation == "exchanged":
             return terms.u.sum(dim=1).unsqueeze(0)
         if self.divergence.expectation == "known":
-            found.expectation_set = -work.rows.p.sum(dim=1)
+            found.expectation_set = -work.rows.p_mass
         else:
             parts = self._linear_sums(set_max - self._student_lse(normalisers), set_sum, next(columns))
             found.expectation_set = parts.sum(dim=0)
@@ -211,7 +224,7 @@ class TopKKernel:
                 found.terms.d_set,
                 found.terms.d_tail,
                 ce,
-                rows.targets.p.sum(dim=1),
+                rows.targets.mass,
                 (found.lse_set - lse).exp(),
                 found.top1.to(lse.dtype),
             ]
@@ -233,7 +246,7 @@ class TopKKernel:
         """See the protocol: lset takes the place of the local maximum, so neither maximum nor sum is needed."""
         _, work = self._open(logits, rows, part)
         terms = self._terms(rows, work.z, work.owned, saved)
-        expectation = saved[-1] if self.saves_expectation else terms.u_tail - rows.p.sum(dim=1)
+        expectation = saved[-1] if self.saves_expectation else terms.u_tail - rows.p_mass
         self._write(work, saved, terms, expectation, scale)
 
     def _open(self, logits: Tensor, rows: TopKRows, part: VocabRange) -> tuple[TopKPass, TopKWork]:
@@ -255,7 +268,7 @@ class TopKKernel:
     def _terms(self, rows: TopKRows, z: Tensor, owned: Tensor, normalisers: Tensor) -> Terms:
         lse, lset = self._student_lse(normalisers), normalisers[1]
         log_q = z - lse[:, None]
-        d, u = self.divergence.terms(rows.p.log(), log_q)
+        d, u = self.divergence.terms(rows.log_p, log_q)
         d_set, u = torch.where(owned, d, 0.0).sum(dim=1), torch.where(owned, u, 0.0)
         q = torch.where(owned, log_q.exp(), 0.0)
         if self.tail.student_over_set:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_kd.losses import IMPLEMENTATIONS, peak_extra_bytes
-from megatron_kd.losses.geometry import chunk_rows, plan_rows, row_blocks
-from tests.unit.test_losses_oracle import Case, make_case
+from megatron_kd.losses.geometry import chunk_rows, moved_rows, plan_rows, row_blocks, tile_shape
+from tests.unit.test_losses_oracle import Case, make_case, tiles
 
 
 def call(case: Case, name: str, kind: str, wants: tuple[bool, bool], **kw: Any) -> None:
@@ -54,6 +54,74 @@ def test_no_work_is_done_for_what_needs_no_gradient(
     if kind == "full":
         expected += teacher_projections * 2 * 8 * 24 * 7
     assert counter.get_total_flops() == expected
+
+
+@pytest.mark.parametrize(("mode", "projections"), [("recompute", 4), ("no_grad", 1)])
+@pytest.mark.parametrize("kind", ["topk", "full"])
+def test_tiles_do_no_more_work(kind: str, mode: str, projections: int) -> None:
+    case = make_case(tokens=12, padding=5, masked=(0, 5, 6, 7))
+    with FlopCounterMode(display=False) as counter, tiles():
+        call(case, "fused", kind, (True, True), mode=mode, vocab_size=24, chunk_bytes=5 * 24 * 8)
+    teacher = 0 if kind == "topk" else (2 if mode == "recompute" else 1) * 2 * 8 * 24 * 7
+    assert counter.get_total_flops() == projections * 2 * 8 * 24 * 5 + teacher
+
+
+def test_tiles_hold_the_buffer_whatever_rows_and_vocabulary_are() -> None:
+    budget = 1 << 20
+    peaks = []
+    for tokens, vocab in ((512, 4096), (1024, 4096), (512, 8192)):
+        case = make_case(tokens=tokens, size=8, vocab=vocab, top_k=4, padding=0, dtype=torch.float32)
+        kw: dict[str, Any] = {"mode": "recompute", "vocab_size": vocab, "chunk_bytes": budget}
+
+        def run(case: Case = case, kw: dict[str, Any] = kw) -> None:
+            call(case, "fused", "topk", (True, True), **kw)
+
+        with tiles():
+            run()  # what is made once (none, today) is not counted
+            peaks.append(peak_extra_bytes(run) - 4 * 8 * (tokens + vocab))
+    per_token = 4 * 8 + 6 * 4 + 64
+    assert all(peak < 1.5 * budget + 1024 * per_token for peak in peaks), peaks
+
+
+@given(
+    rows=st.integers(1, 1 << 20),
+    vocab=st.integers(1, 1 << 18),
+    width=st.sampled_from([4.0, 6.0, 8.0, 12.0]),
+    budget=st.integers(1, 1 << 31),
+)
+def test_tile_shape(rows: int, vocab: int, width: float, budget: int) -> None:
+    height, columns = tile_shape(rows, vocab, width, budget)
+    assert 1 <= columns <= vocab and height >= 1
+    smallest = min(128, vocab)
+    assert height * columns * width <= max(budget, smallest * width)
+    if vocab * width <= budget:
+        whole = (chunk_rows(rows, vocab * width, budget), vocab)
+        assert moved_rows(rows, vocab, height, columns) <= moved_rows(rows, vocab, *whole)
+
+
+def test_tiles_of_a_long_context_move_a_fraction_of_the_bytes() -> None:
+    """256K tokens, GPT-OSS's vocabulary on one GPU, 1 GiB: a tenth of what chunks of whole rows move."""
+    rows, vocab, budget = 256 << 10, 201_088, 1 << 30
+    shape = tile_shape(rows, vocab, 6.0, budget)
+    assert shape[1] < vocab / 10 and shape[0] > 10_000
+    whole = (chunk_rows(rows, vocab * 6, budget), vocab)
+    assert moved_rows(rows, vocab, *shape) < 0.1 * moved_rows(rows, vocab, *whole)
+
+
+@pytest.mark.parametrize(
+    ("in_flight", "budget", "expected"),
+    [(1, None, 3), (2, None, 4), (1, 1000, 4), (2, 1 << 20, 3), (4, 4 * 8 * (24 * 5 + 12 * 5), 3),
+     (4, 4 * 8 * (24 * 5 + 12 * 5) - 1, 4)],
+)  # fmt: skip
+def test_auto_recomputes_where_a_single_pass_would_hold_too_much(
+    in_flight: int, budget: int | None, expected: int
+) -> None:
+    """dH and dW of every microbatch in flight against the budget; FLOPs tell the mode."""
+    case = make_case(tokens=12, padding=0)
+    kw: dict[str, Any] = {"microbatches_in_flight": in_flight, "gradient_bytes": budget, "vocab_size": 24}
+    with FlopCounterMode(display=False) as counter:
+        call(case, "fused", "topk", (True, True), **kw)
+    assert counter.get_total_flops() == expected * 2 * 12 * 24 * 5
 
 
 @pytest.mark.parametrize("name", ["dense", "forward_chunked"])
