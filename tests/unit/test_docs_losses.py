@@ -212,7 +212,7 @@ def test_what_a_gpu_spends_on_reading_and_writing_dw() -> None:
 
 
 def test_long_contexts_begin_where_the_page_says() -> None:
-    assert f"from {LONG_CONTEXT_ROWS:,} rows on" in TEXT
+    assert f"From {LONG_CONTEXT_ROWS:,} rows on" in TEXT
 
 
 def test_the_example_runs() -> None:
