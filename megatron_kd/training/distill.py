@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
 from megatron_kd.config import Recipe
@@ -50,7 +51,7 @@ class Distillation:
         self._groups = groups
         self._teacher = teacher if recipe.teacher.mode == "online" else None
         self.vocab_size = recipe.student.model.vocab_size
-        # What the loss is scaled by beyond nats.
+        # What the loss is scaled by beyond the divergence itself.
         self.t2 = recipe.loss.temperature**2 if recipe.loss.scale_by_t2 else 1.0
         self.is_plain_bucket_kl = (recipe.loss.divergence, recipe.loss.tail, recipe.loss.temperature) == (
             "forward_kl",
@@ -81,14 +82,14 @@ class Distillation:
         output_layer: Any,
         output_weight: Tensor | None,
         context: StepContext,
-        config: Any,
+        config: TransformerConfig,
         **_: Any,
     ) -> Tensor:
         """The output processor: hidden [s, b, D] (its slice under sequence parallelism) → Σ w·l, a float32 scalar.
 
         No logits are built here; with the fused implementation none of [N, V] are built anywhere.
         """
-        if getattr(config, "use_mup", False):
+        if config.use_mup:
             raise ConfigError("MuP scales the logits, which the losses do not apply: build the model without it")
         weight = head_of(output_layer, output_weight)
         shared: dict[str, Any] = {
@@ -102,7 +103,13 @@ class Distillation:
             "group": self._groups.tp_group,
             "sequence_parallel": self._groups.sequence_parallel,
             "mode": context.mode,
-            "chunk_bytes": int(self._loss.chunk_mib * 2**20),
+            "chunk_bytes": _bytes(self._loss.chunk_mib),
+            "gradient_bytes": None if self._loss.gradient_mib is None else _bytes(self._loss.gradient_mib),
+            "microbatches_in_flight": microbatches_in_flight(config),
+            # The flag, not whether there is a main_grad: Megatron-Core's DDP always makes one, but adds to it itself.
+            # Models are built without the flag, on a GPU too (the layers' kernel for it comes with apex): dW is then
+            # returned in the dtype of the head.
+            "main_grad_accumulation": config.gradient_accumulation_fusion,
         }
         weights = context.batch.token_weights
         if context.teacher is not None:
@@ -123,6 +130,29 @@ class Distillation:
             )
         context.output = output
         return output.loss
+
+
+def _bytes(mib: float) -> int:
+    return int(mib * 2**20)
+
+
+def microbatches_in_flight(config: TransformerConfig) -> int:
+    """How many losses at most are computed before the first of them goes backward, on the stage that has the loss.
+
+    From ``megatron.core.pipeline_parallel.schedules``: without pipelining every forward pass is followed by its own
+    backward pass, and so it is on the last stage of 1F1B, whose warm-up is empty: 1. With
+    ``overlap_moe_expert_parallel_comm`` the next forward pass runs beside the backward pass: 2. Of interleaved stages
+    the answer depends on the last, smaller group of microbatches; recipes build none.
+
+    Raises:
+        ConfigError: the stages are interleaved.
+    """
+    if config.virtual_pipeline_model_parallel_size is not None:
+        raise ConfigError(
+            f"virtual_pipeline_model_parallel_size is {config.virtual_pipeline_model_parallel_size}: how many losses "
+            "are in flight with interleaved stages is not known here; build the model without them"
+        )
+    return 2 if config.overlap_moe_expert_parallel_comm else 1
 
 
 def loss_function(context: StepContext, output: Tensor) -> tuple[Tensor, Tensor, Tensor]:

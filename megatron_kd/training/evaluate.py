@@ -46,10 +46,12 @@ def evaluate_model(
     """Means over the unmasked tokens of the held-out split. Collective over all ranks.
 
     Returns:
-        eval/kd (the recipe's divergence in nats per token, without the T² that scales the loss), eval/ce,
-        eval/perplexity, eval/top1_agreement, eval/teacher_mass, eval/student_mass, eval/tokens, and where the
-        divergence is the forward KL with the bucket tail at temperature 1, from a cache, eval/unigram_kd: what a
-        unigram model fitted on the training split scores on the same targets.
+        eval/kd (the recipe's divergence per token, over the top K and its tail, or over the whole vocabulary where the
+        teacher hands that over; without the T² that scales the loss; in nats, of tvd a probability, so that figures
+        of different divergences do not compare), eval/ce, eval/perplexity, eval/top1_agreement, eval/teacher_mass,
+        eval/student_mass, eval/tokens, and where the divergence is the forward KL with the bucket tail at
+        temperature 1, from a cache, eval/unigram_kd: what a unigram model fitted on the training split scores on the
+        same targets.
 
     Raises:
         DataError, CacheError: there is no held-out split, or one of its rows cannot be used; on every rank.
@@ -140,6 +142,10 @@ def read_evaluation(run_dir: Path, iteration: int, recipe: Recipe) -> dict[str, 
 
 
 def _measure_of(recipe: Recipe) -> str:
-    """A hash of all settings that decide an evaluation: data, models, loss."""
-    decisive = recipe.model_dump(mode="json", include={"data", "teacher", "student", "loss", "seed"})
+    """A hash of all settings that decide an evaluation: data, models, loss (not in how much memory it is computed)."""
+    decisive = recipe.model_dump(
+        mode="json",
+        include={"data", "teacher", "student", "loss", "seed"},
+        exclude={"loss": {"mode", "chunk_mib", "gradient_mib"}},
+    )
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

@@ -237,7 +237,7 @@ def test_broken_files(tmp_path: Path) -> None:
         ("name=a/b", ["name is 'a/b'", "letters, digits"]),
         ("data=5", ["data is 5", "section"]),
         ("loss.implementation=fussed", ["loss.implementation is 'fussed'", "did you mean 'fused'?"]),
-        ("loss.divergence=reverse_kl", ["'reverse_kl' is not available yet", "forward_kl"]),
+        ("loss.divergence=reversed_kl", ["loss.divergence is 'reversed_kl'", "did you mean 'reverse_kl'?"]),
         ("loss.tail=truncated", ["loss.tail is 'truncated'", "did you mean 'truncate'?"]),
         ("data.packing=documents", ["'documents' is not available yet", "concatenate"]),
         ("teacher.model=tinylama", ["no model 'tinylama'", "smollm2_135m, tiny_llama"]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -12,9 +13,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
 from megatron_kd.config import FromTeacherConfig, LossConfig, Recipe, load_recipe
+from megatron_kd.config.loss import RESTRICTED_TAILS, DivergenceName, TailName
 from megatron_kd.errors import ConfigError
+from megatron_kd.losses import DIVERGENCES, IMPLEMENTATIONS, TAILS
 from megatron_kd.losses.arguments import MODES
-from megatron_kd.losses.divergences import DIVERGENCES, TAILS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
@@ -93,6 +95,16 @@ BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
         (["teacher.temperatures=[1.0, 1.0]"], ["temperatures [1.0, 1.0]", "twice"]),
         (["teacher.temperatures=[]"], ["teacher.temperatures is []", "at least 1 item"]),
         (["loss.temperature=2.0"], ["loss.temperature 2.0", "teacher.temperatures [1.0]"]),
+        (
+            ["loss.temperature=2.0", "teacher.mode=online", "teacher.targets=top_k"],
+            ["loss.temperature 2.0", "first of teacher.temperatures [1.0]", "set teacher.temperatures to [2.0]"],
+        ),
+        (
+            ["loss.beta=0"],
+            ["loss.beta", "0.0 must lie strictly between 0 and 1", "set loss.divergence to 'forward_kl'"],
+        ),
+        (["loss.beta=1", "loss.divergence=jsd"], ["loss.beta", "1.0 must lie strictly between 0 and 1"]),
+        (["loss.gradient_mib=-1"], ["loss.gradient_mib is -1", "greater than or equal to 0"]),
         (["student.model=tiny_llama", "student.from_teacher=null"], ["vocab_size 1003", "vocab_size 49152"]),
         (["student.from_teacher.keep_layers=[0, 1]"], ["exactly one of", "both are given"]),
         (["student.from_teacher.keep_every=null"], ["exactly one of", "neither is given"]),
@@ -129,7 +141,8 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["data.seq_length=8192", "data.train_tokens=8192", "data.heldout_tokens=8192"],
         ["optimizer.lr_warmup_iters=9", "training.train_iters=10"],
         ["teacher.top_k=49152"],
-        ["loss.tail=renormalize_both"],
+        ["loss.temperature=2.0", "teacher.mode=online", "teacher.targets=top_k", "teacher.temperatures=[2.0, 1.0]"],
+        ["loss.gradient_mib=0"],
         ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
     ],
@@ -208,13 +221,36 @@ def test_every_field_has_a_description() -> None:
     assert bare(Recipe, "") == []
 
 
-def test_losses_know_every_choice_that_a_recipe_may_make() -> None:
-    assert set(get_args(LossConfig.model_fields["tail"].annotation)) == set(TAILS)
-    assert set(get_args(LossConfig.model_fields["mode"].annotation)) <= set(MODES)
-    for divergence in get_args(LossConfig.model_fields["divergence"].annotation):
-        refused = False
-        try:
-            LossConfig(divergence=divergence)
-        except ValidationError:
-            refused = True
-        assert refused == (divergence not in DIVERGENCES), divergence
+DIVERGENCE_NAMES: tuple[str, ...] = get_args(DivergenceName)
+TAIL_NAMES: tuple[str, ...] = get_args(TailName)
+
+
+@pytest.mark.parametrize("tail", TAIL_NAMES)
+@pytest.mark.parametrize("divergence", DIVERGENCE_NAMES)
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_tail_goes_with_the_divergences_it_is_defined_for(mode: str, divergence: str, tail: str) -> None:
+    overrides = [f"teacher.mode={mode}", f"loss.divergence={divergence}", f"loss.tail={tail}"]
+    if divergence in TAILS[tail].divergences:
+        loss = load_recipe(BASE, overrides).loss
+        assert (loss.divergence, loss.tail) == (divergence, tail)
+        return
+    with pytest.raises(ConfigError) as caught:
+        load_recipe(BASE, overrides)
+    message = str(caught.value)
+    assert f"tail {tail!r} is not defined for divergence {divergence!r}: {TAILS[tail].why}; " in message
+    tails, divergences = message.split("set loss.tail to ")[1].split(", or loss.divergence to ")
+    advised = [[f"loss.tail={name}", f"loss.divergence={divergence}"] for name in re.findall(r"'(\w+)'", tails)]
+    advised += [[f"loss.tail={tail}", f"loss.divergence={name}"] for name in re.findall(r"'(\w+)'", divergences)]
+    assert len(advised) >= 3
+    for settings_ in advised:
+        load_recipe(BASE, settings_)
+
+
+def test_recipes_offer_what_the_losses_have() -> None:
+    assert set(DIVERGENCE_NAMES) == set(DIVERGENCES)
+    assert set(TAIL_NAMES) == set(TAILS)
+    restricted = {name: tail for name, tail in TAILS.items() if set(tail.divergences) != set(DIVERGENCES)}
+    assert {name: (tail.divergences, tail.why) for name, tail in restricted.items()} == RESTRICTED_TAILS
+    # The other two are not for a recipe to choose: evaluation takes no gradient, and every recipe trains the head.
+    assert set(get_args(LossConfig.model_fields["mode"].annotation)) == set(MODES) - {"no_grad", "frozen_head"}
+    assert set(get_args(LossConfig.model_fields["implementation"].annotation)) == set(IMPLEMENTATIONS)

@@ -9,9 +9,17 @@ from pathlib import Path
 
 import pytest
 
+from megatron_kd.config import load_recipe
 from megatron_kd.errors import ConfigError
-from megatron_kd.training.run_directory import describe_environment, exclusive, truncate_metrics
+from megatron_kd.training.evaluate import read_evaluation, write_evaluation
+from megatron_kd.training.run_directory import (
+    describe_environment,
+    exclusive,
+    open_run_directory,
+    truncate_metrics,
+)
 from megatron_kd.training.signals import StopOnSignal
+from tests.assets import ROOT
 
 
 def _hold(path: Path, held: Event) -> None:
@@ -52,6 +60,32 @@ def test_lines_that_are_no_records_are_dropped(tmp_path: Path) -> None:
     assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 1}\n{"iteration": 2}\n'
     left = sorted(path.stem for path in (tmp_path / "evaluations").iterdir())
     assert left == ["iter_0000001", "iter_mine"]
+
+
+@pytest.mark.parametrize(
+    ("override", "may_change"),
+    [
+        ("loss.divergence=jsd", False),
+        ("loss.tail=renormalize_both", False),
+        ("loss.beta=0.1", False),
+        ("loss.mode=recompute", True),
+        ("loss.chunk_mib=8", True),
+        ("loss.gradient_mib=512", True),
+    ],
+)
+def test_a_run_goes_on_with_its_loss_in_whatever_memory(tmp_path: Path, override: str, may_change: bool) -> None:
+    recipe, run_dir = ROOT / "recipes/smollm2_cpu.yaml", tmp_path / "run"
+    open_run_directory(load_recipe(recipe, [f"run_dir={run_dir}"]))
+    (run_dir / "metrics.jsonl").write_text('{"iteration": 1}\n')
+    write_evaluation(run_dir, 1, 10, {"eval/kd": 2.0}, load_recipe(recipe, [f"run_dir={run_dir}"]))
+    changed = load_recipe(recipe, [f"run_dir={run_dir}", override])
+    # An evaluation is the run's own as long as it was measured by the same divergence.
+    assert read_evaluation(run_dir, 1, changed) == ({"eval/kd": 2.0} if may_change else None)
+    if may_change:
+        open_run_directory(changed)
+        return
+    with pytest.raises(ConfigError, match=f"holds a run with {override.partition('=')[0]} .* another run_dir"):
+        open_run_directory(changed)
 
 
 def test_the_environment_names_versions_revision_and_hardware() -> None:
