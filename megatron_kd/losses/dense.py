@@ -43,12 +43,12 @@ def run_dense_topk(
     p, p_tail = tail.teacher(rows.p, rows.tail)
     normaliser = lse_set if tail.student_over_set else lse
     log_q = torch.where(used, z_set - normaliser[:, None], -torch.inf)
-    on_set = divergence_terms(divergence, p.log(), log_q).sum(dim=1)
+    on_set = divergence_terms(divergence, divergence.cached_log_p(p), log_q).sum(dim=1)
     outside = torch.zeros_like(on_set)
     if not tail.student_over_set:
         # A tail that the student's vocabulary does not have counts as 0.
         p_tail = torch.where(lset == -torch.inf, 0.0, p_tail)
-        outside = divergence_terms(divergence, p_tail.log(), lset - lse)
+        outside = divergence_terms(divergence, divergence.cached_log_p(p_tail), lset - lse)
 
     z_best = z_set.detach().gather(1, rows.best)[:, 0]
     top1 = (rows.ids.gather(1, rows.best)[:, 0] >= 0) & (z_best >= _highest(z, arguments))

@@ -18,8 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-# KL(student ‖ teacher) is infinite where the teacher gives 0 and the student does not. There, and wherever the
-# teacher gives less than e^−100, its log-probability counts as −100, in value and gradient.
+# KL(student ‖ teacher) is infinite where the teacher gives 0 and the student does not, as a cached teacher may. There,
+# and wherever a cached log-probability is below it, this takes its place, in value and gradient. The log-probabilities
+# of a full-vocabulary teacher are finite and taken as they are.
 LOG_P_FLOOR = -100.0
 
 PairTerms = tuple[Tensor, Tensor]
@@ -34,9 +35,9 @@ def forward_kl(log_p: Tensor, log_q: Tensor) -> PairTerms:
 
 
 def reverse_kl(log_p: Tensor, log_q: Tensor) -> PairTerms:
-    """KL(q ‖ p): d = u = q·(log q − log p); 0 where q is 0, log p floored at ``LOG_P_FLOOR``."""
+    """KL(q ‖ p): d = u = q·(log q − log p); 0 where q is 0."""
     q = log_q.exp()
-    d = torch.where(q != 0, q * (log_q - log_p.clamp(min=LOG_P_FLOOR)), 0.0)
+    d = torch.where(q != 0, q * (log_q - log_p), 0.0)
     return d, d
 
 
@@ -84,10 +85,9 @@ class Divergence:
     name: str
     beta: float
 
-    @property
-    def exchanges(self) -> int:
-        """Exchanges over the tensor-parallel group a chunk: 1 or 2."""
-        return 2 if self.expectation == "exchanged" else 1
+    def cached_log_p(self, p: Tensor) -> Tensor:
+        """log p of cached probabilities, −inf for 0; for reverse KL not below ``LOG_P_FLOOR``."""
+        return p.log().clamp(min=LOG_P_FLOOR) if self.name == "reverse_kl" else p.log()
 
 
 # Name → (terms, where the expectation comes from).

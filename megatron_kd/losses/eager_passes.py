@@ -148,6 +148,7 @@ class EagerPasses:
 
     name = "eager"
     keeps_slope = True
+    in_blocks = True
 
     def topk(self, logits: Tensor, scaling: Scaling) -> EagerTopK:
         """See the protocol."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from megatron_kd.losses.arguments import LossArguments
 from megatron_kd.losses.chunks import Chunk, ChunkLoop, GradientSink, Head
-from megatron_kd.losses.geometry import Geometry, RowPlan, row_blocks
+from megatron_kd.losses.geometry import Geometry, RowPlan
 from megatron_kd.losses.kernels import FIGURES, KD, RowKernel
-from megatron_kd.losses.rows import ChunkRows, TiledRows, chunk_gradient, per_token_loss
+from megatron_kd.losses.rows import ChunkRows, TiledRows, chunk_blocks, chunk_gradient, per_token_loss
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,9 @@ def _tiled_steps(job: FusedJob, loop: ChunkLoop) -> Iterator[tuple[Chunk, Any]]:
 
 
 def _tiled_rows(job: FusedJob, loop: ChunkLoop, chunk: Chunk) -> TiledRows:
-    itemsize = job.arguments.dtype.itemsize
-    blocks = row_blocks(chunk.batch.rows.shape[0], loop.width * itemsize, chunk.hidden.device)
-    return TiledRows(job.kernel, job.arguments, chunk.batch, list(blocks))
+    rows, device = chunk.batch.rows.shape[0], chunk.hidden.device
+    blocks = chunk_blocks(job.kernel.passes, rows, loop.width, job.arguments.dtype, device)
+    return TiledRows(job.kernel, job.arguments, chunk.batch, blocks)
 
 
 def recompute_backward(

@@ -106,6 +106,8 @@ class Passes(Protocol):
     name: str
     # Whether a soft-cap needs a second block (the chunk budget counts it).
     keeps_slope: bool
+    # Whether a chunk is worked on in blocks that stay in the cache between passes; else whole, in one launch a pass.
+    in_blocks: bool
 
     def topk(self, logits: Tensor, scaling: Scaling) -> TopKPass:
         """Begins a block of the student's logits alone."""

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from megatron_kd.losses.arguments import LossArguments
 from megatron_kd.losses.collectives import TensorParallelGroup, differentiable_sum
-from megatron_kd.losses.divergences import LOG_P_FLOOR, Divergence
+from megatron_kd.losses.divergences import Divergence
 from megatron_kd.losses.logits import finite_or_zero, owned_columns, row_max
 
 
@@ -71,7 +71,7 @@ def divergence_terms(divergence: Divergence, log_p: Tensor, log_q: Tensor) -> Te
     if divergence.name == "tvd":
         return 0.5 * (q - p).abs()
     if divergence.name == "reverse_kl":
-        return q * (safe_q - log_p.clamp(min=LOG_P_FLOOR))
+        return q * (safe_q - log_p)
     p_exists = log_p != -torch.inf
     safe_p = torch.where(p_exists, log_p, 0.0)
     if divergence.name == "forward_kl":

@@ -28,6 +28,7 @@ from megatron_kd.losses.kernels import (
     VocabRange,
 )
 from megatron_kd.losses.output import DivergenceOutput, DivergenceStatistics
+from megatron_kd.losses.passes import Passes
 
 
 @dataclass(frozen=True)
@@ -41,10 +42,16 @@ class Logits:
     def __getitem__(self, block: slice) -> tuple[Tensor, Tensor | None]:
         return self.student[block], None if self.teacher is None else self.teacher[block]
 
-    def blocks(self) -> list[slice]:
-        """Blocks of rows small enough to be worked on by several passes."""
-        student = self.student
-        return list(row_blocks(student.shape[0], student.shape[1] * student.element_size(), student.device))
+    def blocks(self, passes: Passes) -> list[slice]:
+        """The blocks of rows in which the passes want the chunk."""
+        return chunk_blocks(passes, *self.student.shape, self.student.dtype, self.student.device)
+
+
+def chunk_blocks(passes: Passes, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
+    """The blocks of rows in which the passes want a chunk of that shape."""
+    if not passes.in_blocks:
+        return [slice(0, rows)] if rows else []
+    return list(row_blocks(rows, width * dtype.itemsize, device))
 
 
 class ChunkRows:
@@ -59,7 +66,7 @@ class ChunkRows:
         self.tp = arguments.tp
         self.logits = logits
         self.rows = kernel.prepare(batch)
-        self.blocks = logits.blocks()
+        self.blocks = logits.blocks(kernel.passes)
         self.works: list[Any] = []
         self.first: Pending | None = None
         self.second: Pending | None = None
@@ -164,7 +171,7 @@ def chunk_gradient(
     kernel: RowKernel[Any, Any], arguments: LossArguments, logits: Logits, batch: RowBatch, saved: Tensor, scale: Tensor
 ) -> None:
     """``TiledRows.gradient`` for logits that are one slice."""
-    TiledRows(kernel, arguments, batch, logits.blocks()).gradient(logits, saved, scale)
+    TiledRows(kernel, arguments, batch, logits.blocks(kernel.passes)).gradient(logits, saved, scale)
 
 
 def per_token_loss(arguments: LossArguments, figures: Tensor) -> Tensor:

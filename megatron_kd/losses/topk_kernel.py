@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_kd.losses import passes as forms
 from megatron_kd.losses.arguments import LossArguments
-from megatron_kd.losses.divergences import LOG_P_FLOOR, TAILS, Divergence
+from megatron_kd.losses.divergences import TAILS, Divergence
 from megatron_kd.losses.kernels import LabelPart, Labels, RowBatch, RowValues, VocabRange, label_rows
 from megatron_kd.losses.logits import finite_or_zero, log_of_sums, owned_columns
 from megatron_kd.losses.passes import Scaling, TopKPass
@@ -123,7 +123,9 @@ class TopKKernel:
         """See the protocol."""
         rows = target_rows(self.targets, batch.rows, batch.valid, self.arguments.dtype)
         p, p_tail = self.tail.teacher(rows.p, rows.tail)
-        return TopKRows(batch, rows, p.log(), p.sum(dim=1), p_tail, label_rows(self.arguments, batch))
+        return TopKRows(
+            batch, rows, self.divergence.cached_log_p(p), p.sum(dim=1), p_tail, label_rows(self.arguments, batch)
+        )
 
     def begin(self, logits: Tensor, teacher_logits: Tensor | None, rows: TopKRows, part: VocabRange) -> TopKWork:
         """Five to nine floats a row go into the exchange: two maxima with their sums, z at the teacher's best id, …"""
@@ -140,7 +142,7 @@ class TopKKernel:
             parts += [outside.ce_total, (self.arguments.temperature * relative).exp().sum(dim=1)]
         if self.divergence.expectation == "linear":
             # Σ q·(log q − log p) up to the normaliser: q is the exponential, log q is z.
-            log_ratio = relative - rows.log_p.clamp(min=LOG_P_FLOOR)
+            log_ratio = relative - rows.log_p
             parts.append(torch.where(exponentials != 0, exponentials * log_ratio, 0.0).sum(dim=1))
         work.packed = torch.stack(parts)
         return work
@@ -276,7 +278,7 @@ class TopKKernel:
             return Terms(d_set, nothing, u, nothing, q, nothing)
         # A tail that the student's vocabulary does not have counts as 0.
         exists = lset != -torch.inf
-        log_p_tail = torch.where(exists, rows.p_tail, 0.0).log()
+        log_p_tail = self.divergence.cached_log_p(torch.where(exists, rows.p_tail, 0.0))
         log_q_tail = torch.where(exists, lset - lse, -torch.inf)
         d_tail, u_tail = self.divergence.terms(log_p_tail, log_q_tail)
         return Terms(d_set, d_tail, u, u_tail, q, log_q_tail.exp())

@@ -15,7 +15,6 @@ import math
 import triton
 import triton.language as tl
 
-from megatron_kd.losses.divergences import LOG_P_FLOOR
 from megatron_kd.losses.triton_kernels import (
     expm1_nonpositive,
     finite_or_zero,
@@ -24,8 +23,6 @@ from megatron_kd.losses.triton_kernels import (
     this_row,
     times_slope,
 )
-
-FLOOR = tl.constexpr(LOG_P_FLOOR)
 
 
 @triton.constexpr_function
@@ -43,9 +40,7 @@ def pair_terms(log_p, log_q, DIVERGENCE: tl.constexpr, BETA: tl.constexpr):
         d = tl.where(p != 0.0, p * (log_p - log_q), 0.0)
         u = -p
     elif DIVERGENCE == "reverse_kl":
-        # By itself the maximum of NaN and the floor would be the floor, and hide a broken teacher.
-        floored = tl.maximum(log_p, FLOOR, propagate_nan=tl.PropagateNan.ALL)
-        d = tl.where(q != 0.0, q * (log_q - floored), 0.0)
+        d = tl.where(q != 0.0, q * (log_q - log_p), 0.0)
         u = d
     elif DIVERGENCE == "jsd":
         # log(q/m) = −log1p(β(e^r − 1)) for r ≤ 0 and −r − log1p((1 − β)(e^−r − 1)) for r ≥ 0: one exponential of −|r|.

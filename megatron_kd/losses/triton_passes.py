@@ -182,6 +182,7 @@ class TritonPasses:
 
     name = "triton"
     keeps_slope = False
+    in_blocks = False
 
     def topk(self, logits: Tensor, scaling: Scaling) -> TritonTopK:
         """See the protocol."""

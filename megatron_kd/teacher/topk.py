@@ -108,7 +108,7 @@ def _chunk(
     width = head.shape[0]
     logits = hidden.new_empty((hidden.shape[0], width), dtype=torch.float32)
     # Float32 whatever the inputs' dtype: rounding logits to bf16 costs whole percents.
-    Projection(head, width, torch.float32).logits(hidden, out=logits)
+    Projection(head, slice(0, width), torch.float32).logits(hidden, out=logits)
     if temperature != 1.0:
         logits /= temperature
     values, ids = _local_top(logits, top_k, vocab_start)

@@ -102,7 +102,7 @@ def hard_label_loss(y: Tensor, label: int) -> Tensor:
 
 
 def oracle_divergence(p: Tensor, log_q: Tensor, divergence: str, beta: float) -> Tensor:
-    """Σ over outcomes of the textbook terms; p [m] without graph, log q [m] with it, neither −inf in log q."""
+    """Σ over outcomes of the textbook terms; p [m] without graph, log q [m] with it, finite."""
     q, positive = log_q.exp(), p > 0
     log_p = torch.where(positive, p, 1.0).log()
     if divergence == "forward_kl":
