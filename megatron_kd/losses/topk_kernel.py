@@ -123,9 +123,8 @@ class TopKKernel:
         """See the protocol."""
         rows = target_rows(self.targets, batch.rows, batch.valid, self.arguments.dtype)
         p, p_tail = self.tail.teacher(rows.p, rows.tail)
-        return TopKRows(
-            batch, rows, self.divergence.cached_log_p(p), p.sum(dim=1), p_tail, label_rows(self.arguments, batch)
-        )
+        log_p = self.divergence.cached_log_p(p)
+        return TopKRows(batch, rows, log_p, p.sum(dim=1), p_tail, label_rows(self.arguments, batch))
 
     def begin(self, logits: Tensor, teacher_logits: Tensor | None, rows: TopKRows, part: VocabRange) -> TopKWork:
         """Five to nine floats a row go into the exchange: two maxima with their sums, z at the teacher's best id, …"""

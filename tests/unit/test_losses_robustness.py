@@ -109,7 +109,7 @@ def test_unused_duplicated_and_impossible_slots(name: str, mode: str, divergence
     ids[3, 1:], logprobs[3, 1:] = -1, -torch.inf
     tail[4] = -torch.inf
     case = with_targets(case, ids, logprobs, tail)
-    kw = {"tail": tail_name, "divergence": divergence}
+    kw: dict[str, Any] = {"tail": tail_name, "divergence": divergence}
     assert_agrees(run_case(case, name, mode, **kw), oracle_run(case, **kw))
 
 

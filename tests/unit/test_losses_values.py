@@ -95,6 +95,24 @@ def test_gradcheck(name: str, mode: str, kind: str, divergence: str) -> None:
     assert torch.autograd.gradcheck(value, (case.hidden.requires_grad_(), case.weight.requires_grad_()))
 
 
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_reverse_kl_where_the_teacher_gives_next_to_nothing(name: str, mode: str) -> None:
+    """A cached log-probability of −200 or −∞ counts as −100; a full teacher's is taken as it is."""
+    case = make_case()
+    t = case.targets
+    logprobs = t.logprobs.clone()
+    logprobs[0, 3], logprobs[1, 2], logprobs[2, 3] = -200.0, -torch.inf, -100.0
+    tail = t.tail_logmass.clone()
+    tail[4] = -torch.inf
+    floored = replace(case, targets=TopKTargets(t.ids, logprobs.clamp(min=-100), tail.clamp(min=-100), 1.0))
+    run = run_case(replace(case, targets=TopKTargets(t.ids, logprobs, tail, 1.0)), name, mode, divergence="reverse_kl")
+    assert_agrees(run, oracle_run(floored, divergence="reverse_kl"))
+    case = replace(case, teacher_hidden=case.teacher_hidden * 60)
+    assert (case.teacher_hidden @ case.teacher_weight.t()).log_softmax(1).min() < -200
+    run = run_case(case, name, mode, "full", divergence="reverse_kl")
+    assert_agrees(run, oracle_run(case, "full", divergence="reverse_kl"))
+
+
 @pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
 def test_student_equal_to_teacher_has_no_loss_and_no_gradient(name: str, mode: str, divergence: str) -> None:
@@ -146,7 +164,7 @@ def test_any_shape(
         masked=tuple(m for m in masked if m < tokens),
     )  # fmt: skip
     divergence, tail = combination
-    kw = {"divergence": divergence, "tail": tail}
+    kw: dict[str, Any] = {"divergence": divergence, "tail": tail}
     assert_agrees(run_case(case, *method, rows=rows, **kw), oracle_run(case, **kw))
     kw = {"divergence": divergence}
     assert_agrees(run_case(case, *method, "full", rows=rows, **kw), oracle_run(case, "full", **kw))
