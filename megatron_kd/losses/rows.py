@@ -44,7 +44,8 @@ class Logits:
 
     def blocks(self, passes: Passes) -> list[slice]:
         """The blocks of rows in which the passes want the chunk."""
-        return chunk_blocks(passes, *self.student.shape, self.student.dtype, self.student.device)
+        rows, width = self.student.shape
+        return chunk_blocks(passes, rows, width, self.student.dtype, self.student.device)
 
 
 def chunk_blocks(passes: Passes, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[slice]:

@@ -32,7 +32,7 @@ def test_topk_agrees_with_the_oracle(name: str, mode: str, divergence: str, tail
     for temperature in (1.0, 1.7, 3.0, 0.5):
         case = make_case(temperature=temperature, masked=(2, 5))
         for extra in EXTRAS:
-            kw = {"divergence": divergence, "tail": tail, "beta": 0.3} | extra
+            kw: dict[str, Any] = {"divergence": divergence, "tail": tail, "beta": 0.3} | extra
             run = run_case(case, name, mode, upstream=-1.5, **kw)
             assert_agrees(run, oracle_run(case, upstream=-1.5, **kw))
 
@@ -43,7 +43,7 @@ def test_full_agrees_with_the_oracle(name: str, mode: str, divergence: str) -> N
     for temperature in (1.0, 1.7, 3.0):
         case = make_case(temperature=temperature, masked=(0,))
         for extra in EXTRAS:
-            kw = {"divergence": divergence, "beta": 0.8} | extra
+            kw: dict[str, Any] = {"divergence": divergence, "beta": 0.8} | extra
             run = run_case(case, name, mode, "full", upstream=0.25, **kw)
             assert_agrees(run, oracle_run(case, "full", upstream=0.25, **kw))
 
@@ -107,8 +107,9 @@ def test_reverse_kl_where_the_teacher_gives_next_to_nothing(name: str, mode: str
     floored = replace(case, targets=TopKTargets(t.ids, logprobs.clamp(min=-100), tail.clamp(min=-100), 1.0))
     run = run_case(replace(case, targets=TopKTargets(t.ids, logprobs, tail, 1.0)), name, mode, divergence="reverse_kl")
     assert_agrees(run, oracle_run(floored, divergence="reverse_kl"))
-    case = replace(case, teacher_hidden=case.teacher_hidden * 60)
-    assert (case.teacher_hidden @ case.teacher_weight.t()).log_softmax(1).min() < -200
+    case = replace(case, teacher_hidden=case.teacher_hidden * 30)
+    lowest = (case.teacher_hidden @ case.teacher_weight[:24].t()).log_softmax(1).min()
+    assert -700 < lowest < -200, "the oracle's probabilities must not underflow"
     run = run_case(case, name, mode, "full", divergence="reverse_kl")
     assert_agrees(run, oracle_run(case, "full", divergence="reverse_kl"))
 
