@@ -36,10 +36,13 @@ def make_kernel(source: Source, arguments: LossArguments, settings: Settings) ->
     return FullKernel(arguments, settings.divergence, settings.teacher_logit_softcap, source.hidden.device)
 
 
-def bytes_per_logit(hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, buffers: float) -> float:
-    """Bytes of all chunk buffers for one logit: ``buffers`` in the dtype of the arithmetic, the teacher's, and on a GPU
-    the 16-bit copy of dz that the gradient GEMMs take."""
-    buffers += isinstance(source, Head)
+def bytes_per_logit(
+    hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, *, keeps_slope: bool, overlaps: bool
+) -> float:
+    """Bytes of all chunk buffers for one logit: the student's, the teacher's and the slope of a soft-cap, twice where an
+    exchange overlaps the next chunk, and on a GPU the 16-bit copy of dz that the gradient GEMMs take."""
+    slope = arguments.logit_softcap is not None and keeps_slope
+    buffers = (1 + isinstance(source, Head) + slope) * (1 + overlaps)
     copy = 2 if hidden.device.type != "cpu" and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2 else 0
     return buffers * arguments.dtype.itemsize + copy
 
@@ -51,13 +54,18 @@ def plan_job(hidden: Tensor, weight: Tensor, source: Source, arguments: LossArgu
     """
     kernel = make_kernel(source, arguments, settings)
     plan = plan_rows(arguments.token_weights, arguments.tp.size if arguments.sequence_parallel else 1, hidden.device)
-    # A second buffer lets an exchange run beside the next GEMM; the backward pass of recompute has no exchange.
-    overlaps = arguments.tp.size > 1
-    slope = arguments.logit_softcap is not None and kernel.passes.keeps_slope
     geometry = plan_geometry(
         plan,
         -(-arguments.vocab_size // arguments.tp.size),
-        bytes_per_logit(hidden, weight, source, arguments, (1 + slope) * (1 + overlaps)),
+        bytes_per_logit(
+            hidden,
+            weight,
+            source,
+            arguments,
+            keeps_slope=kernel.passes.keeps_slope,
+            # A second buffer lets an exchange run beside the next GEMM.
+            overlaps=arguments.tp.size > 1,
+        ),
         settings.chunk_bytes,
         hidden.device,
         tiles=kernel.tileable and settings.mode in ("recompute", "no_grad"),

@@ -31,8 +31,8 @@ def run_forward_chunked(
     slices = arguments.tp.size if arguments.sequence_parallel else 1
     plan = RowPlan(arguments.tokens, slices, arguments.tokens // slices, None)
     shard = -(-arguments.vocab_size // arguments.tp.size)
-    buffers = 1 + (arguments.logit_softcap is not None)
-    per_logit = bytes_per_logit(hidden, weight, source, arguments, buffers)
+    keeps_slope = kernel.passes.keeps_slope
+    per_logit = bytes_per_logit(hidden, weight, source, arguments, keeps_slope=keeps_slope, overlaps=False)
     step = plan_geometry(plan, shard, per_logit, settings.chunk_bytes, hidden.device, tiles=False).step
     weights = arguments.token_weights.to(hidden.device, arguments.dtype)
     labels = None if arguments.labels is None else arguments.labels.to(hidden.device)
