@@ -39,8 +39,8 @@ def make_kernel(source: Source, arguments: LossArguments, settings: Settings) ->
 def bytes_per_logit(
     hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, *, keeps_slope: bool, overlaps: bool
 ) -> float:
-    """Bytes of all chunk buffers for one logit: the student's, the teacher's and the slope of a soft-cap, twice where an
-    exchange overlaps the next chunk, and on a GPU the 16-bit copy of dz that the gradient GEMMs take."""
+    """Bytes of all chunk buffers for one logit: the student's, the teacher's and the slope of a soft-cap, all of them
+    twice where an exchange overlaps the next chunk, and on a GPU the 16-bit copy of dz for the gradient GEMMs."""
     slope = arguments.logit_softcap is not None and keeps_slope
     buffers = (1 + isinstance(source, Head) + slope) * (1 + overlaps)
     copy = 2 if hidden.device.type != "cpu" and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2 else 0

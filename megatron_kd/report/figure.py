@@ -72,7 +72,7 @@ def _style(axes: Any, title: str) -> None:
 def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str]) -> None:
     _style(axes, "Divergence from the teacher")
     axes.set_xlabel("trained tokens", fontsize=9, color=INK)
-    axes.set_ylabel("KD loss (nats per token)", fontsize=9, color=INK)
+    axes.set_ylabel("KD loss (per token)", fontsize=9, color=INK)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _short_count(value)))
