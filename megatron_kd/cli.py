@@ -183,7 +183,8 @@ def evaluate(
 ) -> None:
     """Measure a student on the held-out rows.
 
-    KD loss per token (nats, but for tvd), perplexity and top-1 agreement with the teacher; beside them a unigram model's KD loss.
+    KD loss per token (in nats, but for tvd), perplexity and top-1 agreement with the teacher; beside them a unigram
+    model's KD loss.
     The result is kept in the run directory, unless a run is measured otherwise than its own recipe says.
     """
     from megatron_kd.config import load_recipe

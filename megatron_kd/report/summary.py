@@ -26,7 +26,8 @@ AXES = {
 class RunSummary:
     """One column of the comparison; None stands for what the run did not record.
 
-    ``*_before`` and ``*_after`` are of the first and the last evaluation on the held-out split. KD is per token, in nats but for tvd.
+    ``*_before`` and ``*_after`` are of the first and the last evaluation on the held-out split. KD is per token, in
+    nats but for tvd.
     """
 
     label: str
