@@ -48,6 +48,16 @@ def test_full_agrees_with_the_oracle(name: str, mode: str, divergence: str) -> N
             assert_agrees(run, oracle_run(case, "full", upstream=0.25, **kw))
 
 
+@pytest.mark.parametrize("temperature", [0.05, 0.2, 10.0, 50.0])
+@pytest.mark.parametrize("kind", ["topk", "full"])
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_cross_entropy_beside_a_temperature_far_from_one(name: str, mode: str, kind: str, temperature: float) -> None:
+    """Neither exponential is a power of the other that has underflown: at T < 1 exp(z), at T > 1 exp(T·z)."""
+    case = make_case(temperature=temperature, masked=(2,), dtype=torch.float32)
+    kw: dict[str, Any] = {"ce_weight": 0.999, "divergence": "tvd"}
+    assert_agrees(run_case(case, name, mode, kind, **kw), oracle_run(case, kind, **kw), atol=1e-4)
+
+
 def test_every_defined_combination_is_offered_and_no_other() -> None:
     assert sorted((d, t) for t, tail in TAILS.items() for d in tail.divergences) == sorted(COMBINATIONS)
 
