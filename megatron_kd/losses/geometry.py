@@ -16,7 +16,7 @@ from torch import Tensor
 DEFAULT_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 # What the elementwise passes over a chunk touch at a time: on a CPU it should stay in the cache between passes, on a
 # GPU it should only be large enough to hide the launch of a kernel.
-BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 _ROW_MULTIPLE = 128
 
 
