@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_kd.losses.transfer import to_device
+
 # A GPU wants some thousand rows a chunk (each chunk reads and writes dW once), a CPU is content with some hundred.
 DEFAULT_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 512 << 20}
 # What the elementwise passes over a chunk touch at a time: on a CPU it should stay in the cache between passes, on a
@@ -158,4 +160,4 @@ def plan_rows(token_weights: Tensor, slices: int, device: torch.device) -> RowPl
         return everything
     first = torch.sort((~active).to(torch.uint8), dim=1, stable=True).indices[:, :columns]
     table = first.sort(dim=1).values + torch.arange(slices)[:, None] * per_slice
-    return RowPlan(tokens, slices, columns, table.to(device, non_blocking=True))
+    return RowPlan(tokens, slices, columns, to_device(table, device))
