@@ -17,9 +17,9 @@ from megatron_kd.losses.transfer import to_device
 # A GPU wants some thousand rows a chunk (each chunk reads and writes dW once), a CPU is content with some hundred.
 # 1.5 GiB in bfloat16: 2,048 rows of a vocabulary of 128,256 on one rank, 6,272 of a shard of 25,216 on eight.
 DEFAULT_CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1536 << 20}
-# What the elementwise passes over a chunk touch at a time: on a CPU it should stay in the cache between passes, on a
-# GPU it should only be large enough to hide the launch of a kernel.
-BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
+# What the elementwise passes over a chunk touch at a time. On a CPU it should stay in the cache between passes, yet be
+# so large that operators on a few numbers a row do not count; on a GPU it should only hide the launch of a kernel.
+BLOCK_BYTES = {"cpu": 8 << 20, "cuda": 64 << 20}
 _ROW_MULTIPLE = 128
 
 

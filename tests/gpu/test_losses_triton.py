@@ -64,7 +64,11 @@ def full_pass(form: Passes, dtype: torch.dtype, scaling: Scaling, name: str) -> 
     lse_u = sums.teacher.highest + sums.teacher.total.log()
     ce_lse = scaling.temperature * sums.student.highest + sums.student.ce_total.log()
     cross = [] if sums.cross is None else [sums.offset, sums.cross]
-    d, u = work.values(divergence, lse_z, lse_u)
+    valued = work
+    if sums.cross is not None:  # its value comes from the sums; ask a block that has none
+        student_again, teacher_again, _, _ = blocks(dtype)
+        valued = form.full(student_again, scaling, teacher_again, Scaling(scaling.temperature, None))
+    d, u = valued.values(divergence, lse_z, lse_u)
     ones = torch.ones_like(d)
     work.write(divergence, lse_z, lse_u, u, ones, -0.5 * ones, ce_lse)
     return [lse_z, lse_u, ce_lse, sums.z_at_best, *cross, d, u, student]

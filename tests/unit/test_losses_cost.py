@@ -228,5 +228,5 @@ def test_plan_covers_every_valid_row_once(weights: list[float], slices: int, ste
 
 
 def test_row_blocks_cover_the_chunk() -> None:
-    parts = list(row_blocks(10, 1 << 19, torch.device("cpu")))
+    parts = list(row_blocks(10, 1 << 21, torch.device("cpu")))
     assert [(p.start, p.stop) for p in parts] == [(0, 4), (4, 8), (8, 10)]
