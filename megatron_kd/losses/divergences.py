@@ -49,10 +49,10 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> PairTerms:
     p, q = log_p.exp(), log_q.exp()
     neither = (p == 0) & (q == 0)
     r = torch.where(neither, 0.0, log_p - log_q)
-    # Each branch of the where sees only arguments for which it neither overflows nor loses digits.
-    below = -torch.log1p(beta * torch.expm1(r.clamp(max=0.0)))
-    above = -r - torch.log1p((1.0 - beta) * torch.expm1(-r.clamp(min=0.0)))
-    log_q_m = torch.where(r <= 0, below, above)
+    # −log1p(β(e^r − 1)) for r ≤ 0, −r − log1p((1 − β)(e^−r − 1)) for r ≥ 0: neither overflows nor loses digits, and one
+    # exponential of −|r| serves both.
+    weight = torch.where(r <= 0, r.new_full((), beta), 1.0 - beta)
+    log_q_m = -torch.log1p(weight * torch.expm1(-r.abs())) - r.clamp(min=0.0)
     log_p_m = torch.where(p != 0, r + log_q_m, 0.0)
     # r = ∞ (q = 0) gives ∞ − ∞ above; there log(p/m) = −log β.
     log_p_m = torch.where(r == torch.inf, -math.log(beta), log_p_m)

@@ -161,5 +161,6 @@ def loss_function(context: StepContext, output: Tensor) -> tuple[Tensor, Tensor,
     The schedule divides the gradient by the unmasked tokens of the whole global batch.
     """
     assert context.output is not None, "the output processor ran"
-    tokens = torch.tensor(context.batch.num_tokens, dtype=torch.int, device=output.device)
+    # A fill, not ``torch.tensor``: that copies from the host, which would wait for the whole forward pass.
+    tokens = torch.full((), context.batch.num_tokens, dtype=torch.int, device=output.device)
     return output, tokens, TokenSums.of(context.output, context.batch, context.ce_weight).values
