@@ -19,6 +19,7 @@ from megatron_kd.losses.implementations import (
 from megatron_kd.losses.memory import peak_extra_bytes
 from megatron_kd.losses.output import DivergenceOutput, DivergenceStatistics
 from megatron_kd.losses.topk import TopKDivergence
+from megatron_kd.losses.transfer import to_device
 
 __all__ = [
     "DIVERGENCES",
@@ -36,4 +37,5 @@ __all__ = [
     "linear_full_divergence",
     "linear_topk_divergence",
     "peak_extra_bytes",
+    "to_device",
 ]

@@ -88,10 +88,8 @@ def plan_geometry(
     """Chunks within ``chunk_bytes`` (None: the default of the device) of a shard of ``vocab`` rows.
 
     ``bytes_per_logit`` counts all buffers. With ``tiles``, from ``LONG_CONTEXT_ROWS`` rows on the vocabulary is cut
-    as well. Raises ValueError for a budget that is not positive.
+    as well.
     """
-    if chunk_bytes is not None and chunk_bytes < 1:
-        raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
     budget = chunk_bytes or DEFAULT_CHUNK_BYTES.get(device.type, DEFAULT_CHUNK_BYTES["cuda"])
     rows = plan.columns * plan.slices
     width: int | None = None

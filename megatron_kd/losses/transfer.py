@@ -12,6 +12,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     From CPU memory to a GPU it goes through pinned memory: a copy from pageable memory may wait for all work that was
     given to the GPU before, non-blocking or not. The allocator of pinned memory keeps the block until it is copied.
     """
-    if tensor.device.type == "cpu" and device.type != "cpu":
+    if tensor.device.type == "cpu" and device.type not in ("cpu", "meta"):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
