@@ -6,6 +6,7 @@ fused with the projection by the head and its gradients; ``IMPLEMENTATIONS`` hol
 
 from megatron_kd.losses.divergences import DIVERGENCES, TAILS
 from megatron_kd.losses.full import FullDivergence
+from megatron_kd.losses.geometry import default_chunk_bytes
 from megatron_kd.losses.implementations import (
     IMPLEMENTATIONS,
     Implementation,
@@ -30,6 +31,7 @@ __all__ = [
     "FullDivergence",
     "Implementation",
     "TopKDivergence",
+    "default_chunk_bytes",
     "dense_full_divergence",
     "dense_topk_divergence",
     "forward_chunked_full_divergence",
