@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 from megatron_kd.losses.collectives import TensorParallelGroup
 from megatron_kd.losses.divergences import Divergence
 from megatron_kd.losses.projection import compute_dtype
+from megatron_kd.losses.transfer import to_device
 from megatron_kd.targets import TopKTargets
 
 MODES = ("auto", "single_pass", "frozen_head", "recompute", "no_grad")
@@ -54,6 +56,7 @@ class LossArguments:
         vocab_rows: the rows of this rank's shard that are real vocabulary; those after them are padding.
         t2: T² or 1, on the value and the gradient of the divergence.
         dtype: of all arithmetic and of the results; float32, or float64 if an input is float64.
+        device: of all arithmetic and of the results; ``token_weights`` and ``labels`` may lie on the CPU.
     """
 
     token_weights: Tensor
@@ -68,6 +71,17 @@ class LossArguments:
     tp: TensorParallelGroup
     sequence_parallel: bool
     dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def device_weights(self) -> Tensor:
+        """The token weights [N] where and as the arithmetic needs them; copied once a call."""
+        return to_device(self.token_weights, self.device).to(self.dtype)
+
+    @cached_property
+    def device_labels(self) -> Tensor | None:
+        """The labels [N] on the device; copied once a call."""
+        return None if self.labels is None else to_device(self.labels, self.device)
 
     @property
     def tokens(self) -> int:
@@ -149,6 +163,7 @@ def check_arguments(
         tp=tp,
         sequence_parallel=sequence_parallel and tp.size > 1,
         dtype=compute_dtype(hidden, weight),
+        device=hidden.device,
     )
 
 
@@ -203,8 +218,12 @@ def check_values(arguments: LossArguments, targets: TopKTargets | None) -> None:
     """
     if not arguments.tokens:
         return
-    if arguments.labels is not None:
-        labels = torch.where(arguments.labels == IGNORED_LABEL, 0, arguments.labels)
+    labels = arguments.labels
+    if labels is not None and labels.device != arguments.token_weights.device:
+        # Bringing the weights of a GPU to labels on the CPU would stop the host.
+        labels = arguments.device_labels
+    if labels is not None:
+        labels = torch.where(labels == IGNORED_LABEL, 0, labels)
         _check_ids("labels", labels, labels, 0, arguments)
     if targets is None:
         return
@@ -221,15 +240,21 @@ _LOG_SLACK = 0.01
 
 def _check_logs(name: str, highest: Tensor, arguments: LossArguments) -> None:
     # NaN compares false, so the question is whether the value is right.
-    wrong = ~(highest <= _LOG_SLACK) & (arguments.token_weights != 0).to(highest.device)
+    wrong = ~(highest <= _LOG_SLACK) & _counted(arguments, highest.device)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise ValueError(f"{name}: {float(highest[row])} at token {row} is not the logarithm of a probability")
 
 
+def _counted(arguments: LossArguments, device: torch.device) -> Tensor:
+    """bool [N], where the weight is not 0, on the device of what is checked."""
+    weights = arguments.token_weights
+    return (weights if weights.device == device else arguments.device_weights) != 0
+
+
 def _check_ids(name: str, lowest: Tensor, highest: Tensor, least: int, arguments: LossArguments) -> None:
     wrong = (lowest < least) | (highest >= arguments.vocab_size)
-    wrong &= (arguments.token_weights != 0).to(wrong.device)
+    wrong &= _counted(arguments, wrong.device)
     if wrong.device.type != "cpu":
         torch._assert_async(~wrong.any())
     elif bool(wrong.any()):

@@ -35,8 +35,7 @@ def run_forward_chunked(
     keeps_slope = kernel.passes.keeps_slope
     per_logit = bytes_per_logit(hidden, weight, source, arguments, keeps_slope=keeps_slope, overlaps=False)
     step = plan_geometry(plan, shard, per_logit, settings.chunk_bytes, hidden.device, tiles=False).step
-    weights = arguments.token_weights.to(hidden.device, arguments.dtype)
-    labels = None if arguments.labels is None else arguments.labels.to(hidden.device)
+    weights, labels = arguments.device_weights, arguments.device_labels
     figures = torch.zeros(FIGURES, arguments.tokens, device=hidden.device, dtype=arguments.dtype)
 
     with torch.autocast(hidden.device.type, enabled=False):

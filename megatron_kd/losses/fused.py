@@ -134,7 +134,8 @@ def _tiled_steps(job: FusedJob, loop: ChunkLoop) -> Iterator[tuple[Chunk, Any]]:
 
 def _tiled_rows(job: FusedJob, loop: ChunkLoop, chunk: Chunk) -> TiledRows:
     rows, device = chunk.batch.rows.shape[0], chunk.hidden.device
-    blocks = chunk_blocks(job.kernel.passes, rows, loop.width, job.arguments.dtype, device)
+    row_bytes = loop.width * job.arguments.dtype.itemsize
+    blocks = chunk_blocks(job.kernel.passes, rows, row_bytes, device, loop.teacher is not None)
     return TiledRows(job.kernel, job.arguments, chunk.batch, blocks)
 
 

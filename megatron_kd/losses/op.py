@@ -81,6 +81,7 @@ class Call:
             tp=TensorParallelGroup(group),
             sequence_parallel=s.sequence_parallel,
             dtype=compute_dtype(hidden, weight),
+            device=hidden.device,
         )
         divergence = make_divergence(s.divergence, s.beta)
         self.settings = Settings(divergence, s.tail, s.teacher_logit_softcap, s.mode, s.chunk_bytes, False)

@@ -36,6 +36,10 @@ VARIANTS: list[dict[str, Any]] = [
     {"temperature": 1.0, "divergence": "jsd", "tail": "renormalize_teacher", "ce_weight": 0.3},
     {"temperature": 1.7, "divergence": "tvd", "logit_softcap": 2.0},
     {"temperature": 1.0, "divergence": "tvd", "tail": "renormalize_both"},
+    {"temperature": 1.7, "divergence": "tvd", "tail": "renormalize_teacher"},
+    {"temperature": 1.7, "divergence": "jsd", "tail": "renormalize_both"},
+    {"temperature": 1.0, "tail": "renormalize_teacher"},
+    {"temperature": 1.7, "tail": "truncate", "ce_weight": 0.3},
 ]
 
 

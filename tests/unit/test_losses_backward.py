@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron_kd.losses import IMPLEMENTATIONS, linear_topk_divergence
 from megatron_kd.targets import TopKTargets
-from tests.unit.test_losses_oracle import METHODS, Case, make_case, oracle_run
+from tests.unit.test_losses_oracle import DIVERGENCES, METHODS, Case, make_case, oracle_run
 
 
 def part_of(case: Case, rows: slice) -> Case:
@@ -35,9 +35,12 @@ def call(case: Case, name: str, hidden: Tensor, weight: Tensor, kind: str = "top
     return IMPLEMENTATIONS[name].full(hidden, weight, *teacher, case.token_weights, **kw)
 
 
+@pytest.mark.parametrize("divergence", DIVERGENCES)
 @pytest.mark.parametrize("kind", ["topk", "full"])
 @pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_microbatches_of_three_and_one_equal_two_and_two_equal_four(name: str, mode: str, kind: str) -> None:
+def test_microbatches_of_three_and_one_equal_two_and_two_equal_four(
+    name: str, mode: str, kind: str, divergence: str
+) -> None:
     """Four valid tokens of eight in every cut; the loss is divided by the tokens of the whole batch."""
     case = make_case(tokens=8, masked=(1, 3, 4, 6))
     gradients = []
@@ -45,7 +48,7 @@ def test_microbatches_of_three_and_one_equal_two_and_two_equal_four(name: str, m
         hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
         for start, stop in pairwise(cuts):
             piece = part_of(case, slice(start, stop))
-            (call(piece, name, hidden[start:stop], weight, kind, mode=mode).loss / 4).backward()
+            (call(piece, name, hidden[start:stop], weight, kind, mode=mode, divergence=divergence).loss / 4).backward()
         gradients.append((hidden.grad, weight.grad))
     for got in gradients[1:]:
         torch.testing.assert_close(got, gradients[0], rtol=1e-12, atol=1e-13)

@@ -40,8 +40,9 @@ def slots(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return t.ids.clone(), t.logprobs.clone(), t.tail_logmass.clone()
 
 
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_targets_of_masked_rows_do_not_matter(name: str, mode: str) -> None:
+@pytest.mark.parametrize(("divergence", "tail_name"), COMBINATIONS)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_targets_of_masked_rows_do_not_matter(name: str, mode: str, divergence: str, tail_name: str) -> None:
     case = make_case(tokens=8, masked=(1, 2, 6))
     ids, logprobs, tail = slots(case)
     ids[1], logprobs[1], tail[1] = 10**9, torch.nan, torch.nan
@@ -50,18 +51,20 @@ def test_targets_of_masked_rows_do_not_matter(name: str, mode: str) -> None:
     labels = case.labels.clone()
     labels[6] = 10**6
     garbage = replace(with_targets(case, ids, logprobs, tail), labels=labels)
-    clean, dirty = (run_case(c, name, mode, ce_weight=0.4) for c in (case, garbage))
+    kw: dict[str, Any] = {"ce_weight": 0.4, "divergence": divergence, "tail": tail_name}
+    clean, dirty = (run_case(c, name, mode, **kw) for c in (case, garbage))
     assert_equal_runs(clean, dirty)
     assert (dirty.hidden_gradient[[1, 2, 6]] == 0).all() and (dirty.output.loss_per_token[[1, 2, 6]] == 0).all()
 
 
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_everything_masked(name: str, mode: str) -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_everything_masked(name: str, mode: str, divergence: str) -> None:
     case = make_case(masked=tuple(range(7)))
     ids, logprobs, tail = slots(case)
     case = with_targets(case, ids, logprobs * torch.nan, tail * torch.nan)
     for kind in ("topk", "full"):
-        run = run_case(case, name, mode, kind)
+        run = run_case(case, name, mode, kind, divergence=divergence)
         assert run.output.loss == 0 and run.output.loss.requires_grad
         assert (run.hidden_gradient == 0).all() and (run.weight_gradient == 0).all()
 
@@ -145,10 +148,14 @@ def test_float16_targets(name: str, mode: str) -> None:
 
 
 @pytest.mark.parametrize("dtypes", [("bf16", "bf16"), ("f32", "bf16"), ("bf16", "f32"), ("f16", "f16"), ("f32", "f32")])
-@pytest.mark.parametrize("kind", ["topk", "full"])
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_low_precision_inputs_get_float32_arithmetic(name: str, mode: str, kind: str, dtypes: tuple[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "divergence", "tail_name"), [("topk", *c) for c in COMBINATIONS] + [("full", d, "") for d in DIVERGENCES]
+)
+def test_low_precision_inputs_get_float32_arithmetic(
+    kind: str, divergence: str, tail_name: str, dtypes: tuple[str, str]
+) -> None:
     """The oracle sees the same rounded inputs; only the results are rounded to the inputs' dtype."""
+    kw: dict[str, Any] = {"divergence": divergence} | ({"tail": tail_name} if kind == "topk" else {})
     known = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}
     hidden_dtype, weight_dtype = (known[d] for d in dtypes)
     case = make_case(tokens=40, size=16, vocab=64, dtype=torch.float32)
@@ -159,15 +166,16 @@ def test_low_precision_inputs_get_float32_arithmetic(name: str, mode: str, kind:
         teacher_hidden=case.teacher_hidden.to(hidden_dtype),
         teacher_weight=case.teacher_weight.to(weight_dtype),
     )
-    run = run_case(case, name, mode, kind, rows=8, autocast=True)
-    loss, per_token, dh, dw = oracle_run(case, kind)
-    assert run.output.loss.dtype == run.output.loss_per_token.dtype == torch.float32
-    torch.testing.assert_close(run.output.loss.double(), loss, rtol=2e-6, atol=0)
-    torch.testing.assert_close(run.output.loss_per_token.double(), per_token, rtol=5e-6, atol=5e-6)
-    for got, expected, dtype in ((run.hidden_gradient, dh, hidden_dtype), (run.weight_gradient, dw, weight_dtype)):
-        assert got.dtype == dtype
-        rounding = 5e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
-        assert (got.double() - expected).norm() <= rounding * expected.norm()
+    loss, per_token, dh, dw = oracle_run(case, kind, **kw)
+    for name, mode in ALL_METHODS:
+        run = run_case(case, name, mode, kind, rows=8, autocast=True, **kw)
+        assert run.output.loss.dtype == run.output.loss_per_token.dtype == torch.float32
+        torch.testing.assert_close(run.output.loss.double(), loss, rtol=2e-6, atol=0)
+        torch.testing.assert_close(run.output.loss_per_token.double(), per_token, rtol=5e-6, atol=5e-6)
+        for got, expected, dtype in ((run.hidden_gradient, dh, hidden_dtype), (run.weight_gradient, dw, weight_dtype)):
+            assert got.dtype == dtype
+            rounding = 5e-6 if dtype == torch.float32 else torch.finfo(dtype).eps
+            assert (got.double() - expected).norm() <= rounding * expected.norm()
 
 
 @pytest.mark.parametrize("masked", [(), (1, 4)])

@@ -193,23 +193,29 @@ def test_any_shape(
     assert_agrees(run_case(case, *method, "full", rows=rows, **kw), oracle_run(case, "full", **kw))
 
 
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10_000), top_k=st.integers(1, 20), spread=st.floats(0.1, 12.0))
-def test_bucket_is_bounded_from_below_with_rounded_targets(seed: int, top_k: int, spread: float) -> None:
-    """A KL between distributions is not negative; rounding the targets to float16 costs at most the missing mass."""
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000), top_k=st.integers(1, 20), spread=st.floats(0.1, 12.0),
+    method=st.sampled_from(ALL_METHODS), divergence=st.sampled_from(DIVERGENCES),
+)  # fmt: skip
+def test_bucket_is_bounded_from_below_with_rounded_targets(
+    seed: int, top_k: int, spread: float, method: tuple[str, str], divergence: str
+) -> None:
+    """A divergence is not negative; rounding the targets to float16 costs at most the missing mass."""
     case = make_case(vocab=20, top_k=top_k, seed=seed)
     case = replace(case, hidden=case.hidden * spread)
     targets = case.targets
     rounded = TopKTargets(targets.ids, targets.logprobs.half(), targets.tail_logmass.float(), 1.0)
-    run = run_case(replace(case, targets=rounded), "fused", "single_pass")
+    run = run_case(replace(case, targets=rounded), *method, divergence=divergence)
     missing = (1 - rounded.logprobs.double().exp().sum(1) - rounded.tail_logmass.double().exp()).abs()
     assert (run.output.loss_per_token >= -missing - 1e-12).all()
 
 
-@pytest.mark.parametrize(("name", "mode"), METHODS)
-def test_statistics(name: str, mode: str) -> None:
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_statistics(name: str, mode: str, divergence: str) -> None:
     case = make_case(tokens=9, temperature=1.7, masked=(4,))
-    out = run_case(case, name, mode, ce_weight=0.3).output
+    out = run_case(case, name, mode, ce_weight=0.3, divergence=divergence).output
     z = case.hidden @ case.weight[:24].t() / 1.7
     q = torch.softmax(z, dim=1)
     valid = case.token_weights != 0
@@ -217,7 +223,15 @@ def test_statistics(name: str, mode: str) -> None:
     stats = out.statistics
     on_set = q.gather(1, ids).sum(1)
     p_tail = case.targets.tail_logmass.exp()
-    expected_tail = 1.7**2 * p_tail * (p_tail.log() - (1 - on_set).log())
+    q_tail = 1 - on_set
+    m_tail = 0.5 * (p_tail + q_tail)
+    expected_tails = {
+        "forward_kl": p_tail * (p_tail / q_tail).log(),
+        "reverse_kl": q_tail * (q_tail / p_tail).log(),
+        "jsd": 0.5 * (p_tail * (p_tail / m_tail).log() + q_tail * (q_tail / m_tail).log()),
+        "tvd": 0.5 * (p_tail - q_tail).abs(),
+    }
+    expected_tail = 1.7**2 * expected_tails[divergence]
     torch.testing.assert_close(stats.teacher_mass, case.targets.logprobs.exp().sum(1) * valid)
     torch.testing.assert_close(stats.student_mass, on_set * valid)
     torch.testing.assert_close(stats.tail, expected_tail * valid)
@@ -225,11 +239,11 @@ def test_statistics(name: str, mode: str) -> None:
     assert stats.kd_per_token is not None and stats.ce_per_token is not None
     torch.testing.assert_close(out.loss_per_token, 0.7 * stats.kd_per_token + 0.3 * stats.ce_per_token)
     assert stats.ce_per_token[1] == 0  # label −100
-    torch.testing.assert_close(stats.kd_per_token, oracle_run(case)[1])
+    torch.testing.assert_close(stats.kd_per_token, oracle_run(case, divergence=divergence)[1])
     for tensor in (out.loss_per_token, stats.tail, stats.kd_per_token):
         assert not tensor.requires_grad
     assert (stats.student_mass <= 1 + 1e-9).all()
-    full = run_case(case, name, mode, "full").output.statistics
+    full = run_case(case, name, mode, "full", divergence=divergence).output.statistics
     u = case.teacher_hidden @ case.teacher_weight[:24].t()
     torch.testing.assert_close(full.top1_agreement, (z.argmax(1) == u.argmax(1)).double() * valid)
     torch.testing.assert_close(full.student_mass, valid.double())
