@@ -20,7 +20,7 @@ def test_tars_of_megatron_lm_become_a_cache_that_trains(tmp_path: Path) -> None:
     road = captured_road()
     samples = open_samples(road / "samples")
     write_first_layout(tmp_path / "tars", samples, cp=2, dp=2, k=5, vocab=1003)
-    command = ["cache", "import", "megatron-lm", tmp_path / "tars", "--samples", road / "samples"]
+    command: list[str | Path] = ["cache", "import", "megatron-lm", tmp_path / "tars", "--samples", road / "samples"]
     command += ["--cache", tmp_path / "cache", "--vocab-size", "1003", "--rows-per-shard", "7"]
     one_error_line(warm(*command), "carry no tokens", "--trust-order")
     assert files_below(tmp_path / "cache") == []

@@ -109,6 +109,37 @@ def test_a_member_of_a_petabyte(tar: Path, samples: SampleSet) -> None:
     refused(tar, samples, r"4-8\.pt\.zst shall have 1000000000000000 bytes, which do not fit a file of \d+")
 
 
+def test_a_damaged_header_is_not_taken_for_the_end(tar: Path, samples: SampleSet) -> None:
+    write_tar(tar, {**read_tar(tar), "4-8.pt.zst": b"x"})
+    with tarfile.open(tar) as archive:
+        header = archive.getmember("4-8.pt.zst").offset
+    damaged = bytearray(tar.read_bytes())
+    damaged[header + 3] ^= 1
+    tar.write_bytes(damaged)
+    refused(tar, samples, rf"has no end mark behind byte {header}: the tar is cut off or damaged")
+
+
+def test_spans_that_cannot_be(tar: Path, samples: SampleSet) -> None:
+    good = read_tar(tar)
+    write_tar(tar, {**good, "4-4.pt.zst": b"x"})
+    refused(tar, samples, r"4-4\.pt\.zst is no span of samples")
+    write_tar(tar, {**good, "4-7.pt.zst": b"x"})
+    with pytest.raises(CacheError, match="has spans of 3 and of 4 samples: a batch size that changes"):
+        attempt(tar, samples)
+
+
+def test_more_than_the_rows_can_need(tar: Path, samples: SampleSet) -> None:
+    rows = torch.zeros(16, 4, 5)
+    tensors = {
+        "values": rows.half(),
+        "indices_low": rows.to(torch.uint16),
+        "bit_17": torch.zeros(40, dtype=torch.uint8),
+    }
+    padding = torch.zeros(10**6)
+    write_tar(tar, {**read_tar(tar), "0-4.pt.zst": saved({**tensors, "format_version": 2, "padding": padding})})
+    refused(tar, samples, r"would decompress to 4,\d{3},\d{3} bytes, more than the 1,067,200 that it may hold")
+
+
 def test_links_and_sparse_files_are_passed_over(tar: Path, samples: SampleSet) -> None:
     entries = read_tar(tar)
     with tarfile.open(tar, "w") as archive:
@@ -218,12 +249,19 @@ def test_metadata_that_is_missing_or_wrong(tar: Path, samples: SampleSet) -> Non
     good = read_tar(tar)
     write_tar(tar, {"0-4.pt.zst": good["0-4.pt.zst"]})
     refused(tar, samples, r"has no _meta\.json")
-    for text, words in [("{", "is not JSON"), ("[]", "does not say how it was saved"), (" " * 2**21, "far more than")]:
+    for text, words in [
+        ("{", "is not JSON"),
+        ('{"hash": NaN}', "is not JSON: NaN is no number"),
+        ("[" * 10**5, "is not JSON"),
+        ("[]", "does not say how it was saved"),
+        (" " * 2**21, "far more than"),
+    ]:
         write_tar(tar, {**good, "_meta.json": text})
         refused(tar, samples, words)
     meta = good["_meta.json"].decode()
     for old, new, words in [
         ('"fp16"', '"fp8"', "save_dtype 'fp8' must be one of fp16, bf16, fp32"),
+        ('"fp16"', '["fp16"]', r"save_dtype \['fp16'\] must be one of"),
         ('"k": 5', '"k": 4', "holds 5 slots a position, its metadata says at most 4"),
         ('"k": 5', '"k": "5"', "saver.k in _meta.json is '5', not a size"),
         ('"mbs_save": 1', '"mbs_save": 3', "a multiple of the micro batch of 3"),

@@ -12,7 +12,8 @@ import pytest
 import torch
 import yaml
 
-from megatron_kd.cache.importers import import_cache, open_source
+from megatron_kd.cache.importers import distillkit, import_cache, open_source
+from megatron_kd.cache.importers.convert import convert
 from megatron_kd.cache.importers.distillkit_codec import (
     Compression,
     ResidualBin,
@@ -21,6 +22,7 @@ from megatron_kd.cache.importers.distillkit_codec import (
     read_compression,
     unpack_bits,
 )
+from megatron_kd.cache.importers.source import SourceRow
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.verify import verify
 from megatron_kd.data.samples import SampleSet
@@ -159,6 +161,9 @@ def test_settings_of_another_file(samples: SampleSet, tmp_path: Path) -> None:
         ),
         ({"exact_k": 5, "residual_bins": [{"scale_dtype": "float16", "element_bits": 65, "num_elements": 1}]}, "65"),
         ({"delta_encoding": 1}, "delta_encoding is 1, must be true or false"),
+        ({"exact_dtype": ["float16"]}, r"exact_dtype is \['float16'\], must be one of"),
+        ({"residual_bins": 3}, "residual_bins is 3, must be a list"),
+        ({"polynomial_terms": [[1]]}, r"polynomial_terms is \[1\], must be sqrt, exp or a power"),
         ({"more": 1}, "look at more"),
     ],
 )
@@ -216,12 +221,7 @@ def test_normalised_terms_and_differences_by_hand() -> None:
     np.testing.assert_allclose(decode_logprobs(packed, compression)[0], np.cumsum(steps), rtol=1e-6)
 
 
-def test_lossy_sums_are_scaled_down_to_one(samples: SampleSet, tmp_path: Path) -> None:
-    settings = {**EXACT, "exact_dtype": "float16"}
-    write_parquet(tmp_path / "data" / "a.parquet", samples, list(range(12)), settings)
-    from megatron_kd.cache.importers.convert import convert
-    from megatron_kd.cache.importers.source import SourceRow
-
+def test_lossy_sums_are_scaled_down_to_one(samples: SampleSet) -> None:
     values = np.full((LENGTH, 2), np.log(0.51))
     found = SourceRow("here", np.tile([1, 2], (LENGTH, 1)), values)
     options: dict[str, Any] = {"top_k": 3, "vocab_size": VOCAB, "value_dtype": "float32"}
@@ -266,6 +266,31 @@ def test_damaged_files(samples: SampleSet, tmp_path: Path) -> None:
         run(path.parent, samples, tmp_path / "cache")
     path.unlink()
     with pytest.raises(CacheError, match=r"holds no \.parquet files"):
+        run(path.parent, samples, tmp_path / "cache")
+
+
+def test_sizes_are_checked_before_reading(samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_parquet(tmp_path / "data" / "a.parquet", samples, list(range(12)), EXACT, group_rows=12)
+    monkeypatch.setattr(distillkit, "MAX_GROUP_BYTES", 1000)
+    with pytest.raises(CacheError, match=r"a\.parquet: row group 0 shall have [\d,]{5,} bytes, too many to read"):
+        run(tmp_path / "data", samples, tmp_path / "cache")
+
+
+def test_tokens_that_no_sample_can_have(samples: SampleSet, tmp_path: Path) -> None:
+    path = tmp_path / "data" / "a.parquet"
+    write_parquet(path, samples, list(range(12)), EXACT)
+    pa = pytest.importorskip("pyarrow")
+    import pyarrow.parquet as pq
+
+    table = pq.read_table(path)
+    for change, kind in ((2**32, pa.uint64()), (-(2**32), pa.int64())):
+        rows = [[token + change for token in row] for row in table.column("input_ids").to_pylist()]
+        pq.write_table(table.set_column(0, "input_ids", pa.array(rows, pa.list_(kind))), path)
+        with pytest.raises(CacheError, match=r"none of its 12 rows has the tokens of samples 0, 1, 2, 3, 4 and 7 more"):
+            run(path.parent, samples, tmp_path / "cache")
+    floats = pa.array([[0.5] * LENGTH] * 12, pa.list_(pa.float32()))
+    pq.write_table(table.set_column(0, "input_ids", floats), path)
+    with pytest.raises(CacheError, match=r"input_ids are list<.*float>, lists of integers belong there"):
         run(path.parent, samples, tmp_path / "cache")
 
 

@@ -86,7 +86,9 @@ class DistillKitParquet:
         found = 0
         for file, group in self._groups():
             column = _lists(self._read_group(file, group, _COLUMNS[:1]).column(0), str(self._files[file]))
-            offsets, values = _parts(column)
+            offsets, values = _parts(column, str(self._files[file]))
+            if getattr(values, "dtype", np.dtype(object)).kind not in "iu":
+                raise CacheError(f"{self._files[file]}: input_ids are {column.type}, lists of integers belong there")
             values = _as_tokens(values, samples.vocab_size)
             for row in range(len(column)):
                 key = _token_hash(values[offsets[row] : offsets[row + 1]])
@@ -158,7 +160,7 @@ def _read_config(path: Path) -> Compression:
         raise CacheError(
             f"{path} cannot be read ({error.strerror}): without the settings of the compression its bytes mean nothing"
         ) from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise CacheError(f"{path} is not YAML: {error}") from error
     return read_compression(settings, str(path))
 
@@ -169,7 +171,7 @@ def _token_hash(tokens: np.ndarray) -> bytes:
 
 def _as_tokens(values: np.ndarray, vocab_size: int) -> np.ndarray:
     """Token ids as int32; one that no sample can have becomes V instead of wrapping around to one that it can."""
-    return np.where(values < vocab_size, values, vocab_size).astype("i8").astype("i4")
+    return np.where((values >= 0) & (values < vocab_size), values, vocab_size).astype("i4")
 
 
 def _lists(column: Any, where: str) -> Any:
@@ -186,29 +188,26 @@ def _lists(column: Any, where: str) -> Any:
     return array
 
 
-def _parts(lists: Any) -> tuple[np.ndarray, Any]:
-    """The offsets of a list array, and the flat array that they point into."""
+def _parts(lists: Any, where: str) -> tuple[np.ndarray, Any]:
+    """The offsets of a list array, and what they point into: an array of numbers, or the lists within."""
     values = lists.values
-    flat = values if not hasattr(values, "offsets") else None
-    if flat is None:
-        return np.asarray(lists.offsets), values
-    if flat.null_count:
-        raise CacheError("a list of a Parquet file holds nulls")
-    return np.asarray(lists.offsets), flat.to_numpy(zero_copy_only=False)
+    if values.null_count:
+        raise CacheError(f"{where}: a list holds nulls")
+    return np.asarray(lists.offsets), values if hasattr(values, "offsets") else values.to_numpy(zero_copy_only=False)
 
 
 def _bytes_of(column: Any, row: int, width: int, where: str) -> np.ndarray:
     """One row of a list<list<uint8>> column: uint8 [P, width]."""
     outer = _lists(column, where)
-    offsets, inner = _parts(outer)
-    if not hasattr(inner, "offsets") or inner.null_count:
+    offsets, inner = _parts(outer, where)
+    if not hasattr(inner, "offsets"):
         raise CacheError(f"{where}: a column is {outer.type}, list<list<uint8>> belongs there")
-    inner_offsets, flat = _parts(inner)
+    inner_offsets, flat = _parts(inner, where)
     bounds = inner_offsets[offsets[row] : offsets[row + 1] + 1]
-    if flat.dtype != np.uint8 or (np.diff(bounds) != width).any():
-        widths = sorted({*np.diff(bounds).tolist()})[:3]
+    if getattr(flat, "dtype", None) != np.uint8 or (np.diff(bounds) != width).any():
+        widths = sorted(set(np.diff(bounds).tolist()))[:3]
         raise CacheError(
-            f"{where}: positions have {widths} bytes of {flat.dtype}, {width} by {CONFIG}: "
+            f"{where}: positions have {widths} bytes of {inner.type.value_type}, {width} by {CONFIG}: "
             "the settings are of another file"
         )
     return flat[bounds[0] : bounds[-1]].reshape(-1, width)

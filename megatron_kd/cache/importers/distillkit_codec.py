@@ -86,9 +86,12 @@ def read_compression(settings: Any, where: str) -> Compression:
         odd = sorted(map(str, settings.keys() - known)) or sorted({"d", "k", "exact_k"} - settings.keys())
         raise CacheError(f"{where} is not a compression that can be read: look at {', '.join(odd)}")
     values = {name: value for name, value in settings.items() if value is not None}
-    terms = tuple(values.get("polynomial_terms", ()))
+    for name in ("polynomial_terms", "residual_bins"):
+        if not isinstance(values.get(name, []), list):
+            raise CacheError(f"{where}: {name} is {values[name]!r}, must be a list")
+    terms = tuple(values.get("polynomial_terms", []))
     bins = []
-    for entry in values.get("residual_bins", ()):
+    for entry in values.get("residual_bins", []):
         if not isinstance(entry, dict) or entry.keys() != set(ResidualBin.__dataclass_fields__):
             raise CacheError(f"{where}: residual_bins need scale_dtype, element_bits and num_elements, not {entry!r}")
         bins.append(ResidualBin(**entry))
@@ -107,13 +110,13 @@ def _check(found: Compression, where: str) -> None:
     if found.exact_k > found.k or found.k > found.d:
         refuse("k", found.k, f"at least exact_k {found.exact_k} and at most d {found.d}")
     for name in ("exact_dtype", "term_dtype"):
-        if getattr(found, name) not in _BYTES:
+        if not _is_type(getattr(found, name)):
             refuse(name, getattr(found, name), f"one of {', '.join(_BYTES)}")
     for term in found.polynomial_terms:
-        if term not in ("sqrt", "exp") and not _is_integer(term, 0, _MAX_POWER):
+        if not (isinstance(term, str) and term in ("sqrt", "exp")) and not _is_integer(term, 0, _MAX_POWER):
             refuse("polynomial_terms", term, f"sqrt, exp or a power from 0 to {_MAX_POWER}")
     for part in found.residual_bins:
-        if part.scale_dtype not in _BYTES:
+        if not _is_type(part.scale_dtype):
             refuse("scale_dtype", part.scale_dtype, f"one of {', '.join(_BYTES)}")
         if not _is_integer(part.element_bits, 1, 64):
             refuse("element_bits", part.element_bits, "an integer from 1 to 64")
@@ -125,6 +128,10 @@ def _check(found: Compression, where: str) -> None:
     for name in ("delta_encoding", "normalize_t", "error_diffusion"):
         if not isinstance(getattr(found, name), bool):
             refuse(name, getattr(found, name), "true or false")
+
+
+def _is_type(value: Any) -> bool:
+    return isinstance(value, str) and value in _BYTES
 
 
 def _is_integer(value: Any, least: int, most: int) -> bool:

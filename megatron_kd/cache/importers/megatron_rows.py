@@ -9,11 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from megatron_kd.cache.importers.payload import Member, as_array, decompressed, load_tensors
+from megatron_kd.cache.importers.payload import MAX_MEMBER_BYTES, Member, as_array, decompressed, load_tensors
 from megatron_kd.errors import CacheError
 
 _VALUES = ("float16", "bfloat16", "float32")
 _UNUSED = -1000.0
+
+
+def largest_part(rows: int, positions: int, k: int) -> int:
+    """The most bytes that a part of so many rows holds: 4 for a value, 2 + 1 for an id, and the records of its zip."""
+    return min(MAX_MEMBER_BYTES, rows * (positions * k * 7 + 4096) + 2**20)
 
 
 def zigzag(parts: list[np.ndarray]) -> np.ndarray:
@@ -25,12 +30,13 @@ def zigzag(parts: list[np.ndarray]) -> np.ndarray:
 
 
 def first_layout_rows(
-    parts: dict[tuple[int, int], Member], cp: int, dp: int, seq_length: int, k: int
+    parts: dict[tuple[int, int], Member], cp: int, dp: int, seq_length: int, k: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """An iteration of the first layout.
 
     Args:
         parts: the member of every (context-parallel, data-parallel) rank.
+        limit: the most bytes that one of them may decompress to.
 
     Returns:
         ids int32 and logprobs [T·dp·M, S, K'], row (m·dp + d)·M + b from micro batch m of rank d.
@@ -40,7 +46,7 @@ def first_layout_rows(
     """
     if seq_length % (2 * cp if cp > 1 else 1):
         raise CacheError(f"rows of {seq_length} positions cannot have been split among {cp} context-parallel ranks")
-    loaded = {rank: _microbatches(member, seq_length // cp, k) for rank, member in sorted(parts.items())}
+    loaded = {rank: _microbatches(member, seq_length // cp, k, limit) for rank, member in sorted(parts.items())}
     shapes = {tuple(values.shape[1] for _, values in batches) for batches in loaded.values()}
     if len(shapes) > 1:
         raise CacheError(f"{min(parts.items())[1].where}: the parts of its ranks have different numbers of rows")
@@ -56,14 +62,14 @@ def first_layout_rows(
 
 
 def second_layout_rows(
-    parts: dict[tuple[int, int], Member], dp: int, micro_batch: int, seq_length: int, k: int
+    parts: dict[tuple[int, int], Member], dp: int, micro_batch: int, seq_length: int, k: int, limit: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """A span of the second layout: ids int32 and logprobs [rows, S, K] in the order of the samples.
 
     Raises:
         CacheError: as ``first_layout_rows``.
     """
-    loaded = [_whole(parts[0, d], seq_length, k) for d in range(dp)]
+    loaded = [_whole(parts[0, d], seq_length, k, limit) for d in range(dp)]
     shapes = {values.shape for _, values in loaded}
     (_, rows, _), *others = sorted(shapes)
     if others or rows % micro_batch:
@@ -81,9 +87,9 @@ def second_layout_rows(
     return in_order(ids), in_order(values)
 
 
-def _microbatches(member: Member, positions: int, k: int) -> list[tuple[np.ndarray, np.ndarray]]:
+def _microbatches(member: Member, positions: int, k: int, limit: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The micro batches of one rank: ids int32 and values [positions, M, K']."""
-    tensors = load_tensors(decompressed(member), member.where)
+    tensors = load_tensors(decompressed(member, limit), member.where)
     lists = [_entry(tensors, name, member, list) for name in ("values", "indices_low", "bit_17")]
     if not lists[0] or len({len(entry) for entry in lists}) > 1:
         raise CacheError(f"{member.where} is damaged: {[len(entry) for entry in lists]} micro batches")
@@ -98,9 +104,9 @@ def _microbatches(member: Member, positions: int, k: int) -> list[tuple[np.ndarr
     return batches
 
 
-def _whole(member: Member, positions: int, k: int) -> tuple[np.ndarray, np.ndarray]:
+def _whole(member: Member, positions: int, k: int, limit: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows of one rank in the second layout: ids int32 and values [positions, rows, K]."""
-    tensors = load_tensors(decompressed(member), member.where)
+    tensors = load_tensors(decompressed(member, limit), member.where)
     if tensors.get("format_version") != 2:
         raise CacheError(f"{member.where} has format version {tensors.get('format_version')!r}, 2 can be read")
     values = as_array(_entry(tensors, "values", member), _VALUES, member.where)

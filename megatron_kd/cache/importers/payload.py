@@ -68,10 +68,13 @@ def members(path: Path) -> Iterator[Member]:
                     )
                 yield Member(path, info.name, info.offset_data, info.size)
             end = tar.offset
-    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError) as error:
+        with open(path, "rb") as file:
+            mark = os.pread(file.fileno(), tarfile.BLOCKSIZE, end)
+    except (tarfile.TarError, EOFError, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CacheError(f"{path} is not a readable tar: {error}; copy it again") from error
-    if size < end + tarfile.BLOCKSIZE:
-        raise CacheError(f"{path} has no end mark: the tar is cut off, copy it again")
+    # The library takes a damaged header for the end, as it does the end of a file that was cut between two members.
+    if mark != bytes(tarfile.BLOCKSIZE):
+        raise CacheError(f"{path} has no end mark behind byte {end}: the tar is cut off or damaged, copy it again")
 
 
 def zstd_size(data: bytes) -> int | None:
@@ -142,10 +145,12 @@ def load_tensors(content: bytes, where: str) -> dict[str, Any]:
 
 
 def as_array(tensor: Any, dtypes: tuple[str, ...], where: str) -> np.ndarray:
-    """A CPU tensor as an array, bfloat16 as float32. Raises CacheError for another type than the named ones."""
+    """A dense CPU tensor as an array, bfloat16 as float32. Raises CacheError for another type than the named ones."""
     import torch
 
     name = str(tensor.dtype).removeprefix("torch.") if isinstance(tensor, torch.Tensor) else type(tensor).__name__
     if name not in dtypes:
         raise CacheError(f"{where} holds {name} where {' or '.join(dtypes)} belongs")
-    return (tensor.float() if name == "bfloat16" else tensor).numpy()
+    if tensor.layout != torch.strided or tensor.device.type != "cpu":
+        raise CacheError(f"{where} holds a tensor that is not dense, or of no device")
+    return (tensor.float() if name == "bfloat16" else tensor).detach().numpy()

@@ -44,12 +44,12 @@ class ImportReport:
     engine: str
     matched_by: str
     rows: int
-    rows_imported: int
-    tokens_imported: int
     surplus_rows: int
     top_k: int
     vocab_size: int
     value_dtype: str
+    rows_imported: int = 0
+    tokens_imported: int = 0
     positions_scaled: int = 0
     tails_at_floor: int = 0
     seconds: float = 0.0
@@ -110,8 +110,6 @@ def import_cache(
         engine=source.engine,
         matched_by="tokens" if source.proven else "order",
         rows=len(samples),
-        rows_imported=rows,
-        tokens_imported=rows * samples.seq_length,
         surplus_rows=source.surplus_rows,
         top_k=cache.manifest.top_k,
         vocab_size=vocab_size,
@@ -120,7 +118,9 @@ def import_cache(
     started = time.monotonic()
     with progress(f"import → {path}", rows, unit="rows", enabled=show_progress) as advance:
         for shard in todo:
-            write_shard(cache, shard, _rows(cache, source, samples, shard, report, advance))
+            if write_shard(cache, shard, _rows(cache, source, samples, shard, report, advance)):
+                report.rows_imported += len(cache.manifest.shard_samples(shard))
+    report.tokens_imported = report.rows_imported * samples.seq_length
     report.seconds = time.monotonic() - started
     return report
 
