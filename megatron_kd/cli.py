@@ -266,6 +266,50 @@ def cache_verify(
         raise typer.Exit(1)
 
 
+@cache_app.command("import")
+def cache_import(
+    format_: Annotated[str, typer.Argument(metavar="FORMAT", help="megatron-lm or distillkit.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The folder that the other system wrote.")],
+    samples: Annotated[Path, typer.Option(help="The samples that were scored: data.samples of a recipe.")],
+    cache: Annotated[Path, typer.Option(help="The cache to fill: teacher.cache of a recipe.")],
+    teacher: Annotated[str, typer.Option(help="The teacher's name, for the record.")] = "unknown",
+    vocab_size: Annotated[int | None, typer.Option(help="Of the teacher; by default that of the samples.")] = None,
+    rows_per_shard: Annotated[int | None, typer.Option(help="By default about two million tokens a shard.")] = None,
+    trust_order: Annotated[
+        bool, typer.Option("--trust-order", help="Rows without tokens were scored in the order of the samples.")
+    ] = False,
+    first_iteration: Annotated[int, typer.Option(help="megatron-lm: the iteration that saw sample 0.")] = 0,
+    json_: Json = False,
+) -> None:
+    """Fill a cache from another system's.
+
+    Reads the tars of Megatron-LM's offline distillation (both layouts) and DistillKit's compressed Parquet. Started
+    again, it does only what is missing.
+    """
+    from megatron_kd.errors import ConfigError
+
+    if rows_per_shard is not None and rows_per_shard < 1:
+        raise ConfigError(f"--rows-per-shard is {rows_per_shard}, must be at least 1")
+    quiet_libraries()
+    from megatron_kd.cache.importers import import_cache, open_source
+    from megatron_kd.data.samples import open_samples
+
+    rows = open_samples(samples)
+    size = rows.vocab_size if vocab_size is None else vocab_size
+    opened = open_source(format_, source, rows, vocab_size=size, first_iteration=first_iteration)
+    report = import_cache(
+        opened,
+        rows,
+        cache,
+        vocab_size=size,
+        teacher=teacher,
+        rows_per_shard=rows_per_shard,
+        trust_order=trust_order,
+        show_progress=True,
+    )
+    print_figures(report.to_dict(), json_, report.text())
+
+
 @bench_app.command("loss")
 def bench_loss(
     tokens: Annotated[int | None, typer.Option(help="Tokens N.")] = None,
