@@ -271,6 +271,9 @@ def cache_fidelity(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     rows: Annotated[int, typer.Option(help="Rows of the held-out split to measure on.")] = 8,
+    student: Annotated[
+        Path | None, typer.Option(help="Measure the gradient on this checkpoint of the recipe's student.")
+    ] = None,
     figure: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None,
     json_: Json = False,
 ) -> None:
@@ -289,7 +292,7 @@ def cache_fidelity(
     quiet_libraries()
     from megatron_kd.teacher.fidelity import measure_fidelity
 
-    report = measure_fidelity(loaded, rows)
+    report = measure_fidelity(loaded, rows, None if student is None else str(student))
     found = report.to_json()
     print_figures(found, json_, report.text())
     if figure is not None and is_first_rank():

@@ -40,18 +40,23 @@ from megatron_kd.teacher.topk import chunk_rows, extract_top_k
 
 HELDOUT = "heldout"
 STAND_IN = 2.0
-"""Where the recipe starts from random weights, the teacher at this many times the temperature stands for a student."""
+"""Where there is no trained student, the teacher at this many times the temperature stands for one."""
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
 """Nats by which a cached value may differ from the dense teacher's beyond its own rounding: the same forward pass in
 another batch or layout is rounded elsewhere, by little in fp32 and by some 2⁻⁸ of a logit in bf16."""
 _BUFFERS = 16  # float64 matrices [c, Vl] alive at once, in float32 ones of the budget
 
 
-def measure_fidelity(recipe: Recipe, rows: int = 8, *, show_progress: bool = True) -> FidelityReport:
+def measure_fidelity(
+    recipe: Recipe, rows: int = 8, student: str | None = None, *, show_progress: bool = True
+) -> FidelityReport:
     """Compares stored forms, and the recipe's cache if it exists, with the dense teacher. Collective over all ranks.
 
     Args:
-        rows: how many rows of the held-out split (of the samples where there is none), from the first one on.
+        rows: how many rows of the held-out split (of the first split where there is none), from the first one on.
+        student: a checkpoint of the recipe's student, on whose gradient the error is measured; without it
+            ``student.checkpoint``, without that the teacher at ``STAND_IN`` times the temperature. A student cut out of
+            the teacher and not yet trained is no measure: it is further from the teacher than a uniform distribution.
 
     Raises:
         ConfigError, DataError, CheckpointError: before any work.
@@ -68,7 +73,7 @@ def measure_fidelity(recipe: Recipe, rows: int = 8, *, show_progress: bool = Tru
     teacher = MegatronTeacher(recipe, groups)
     with fail_together("opening the cache"):
         cached = _open_cache(recipe, samples, teacher)
-    job = _Job(recipe, groups, samples, teacher, cached)
+    job = _Job(recipe, groups, samples, teacher, cached, student)
     mine = list(probe)[groups.dp_rank :: groups.dp_size]
     show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
     checked: list[RowFidelity] = []
@@ -122,6 +127,7 @@ class _Job:
         samples: SampleSet,
         teacher: MegatronTeacher,
         cached: CachedTargets | None,
+        student: str | None,
     ) -> None:
         self.temperature = recipe.teacher.temperatures[0]
         self.tolerance = TOLERANCE[recipe.training.precision]
@@ -129,7 +135,7 @@ class _Job:
         self._tp = TensorParallelGroup(groups.tp_group)
         self._vocab_size = recipe.teacher.model.vocab_size
         self._chunk_bytes = int(recipe.loss.chunk_mib * 2**20)
-        self.student_name, self._student = _load_student(recipe, groups)
+        self.student_name, self._student = _load_student(recipe, groups, student or recipe.student.checkpoint)
         ks = k_ladder(recipe.teacher.top_k, self._vocab_size)
         self.sums = FidelitySums(ks, current_device())
         self._most = max(ks[-1], 0 if cached is None else cached.top_k)
@@ -227,18 +233,11 @@ def _open_cache(recipe: Recipe, samples: SampleSet, teacher: MegatronTeacher) ->
     )
 
 
-def _load_student(recipe: Recipe, groups: ParallelGroups) -> tuple[str, GPTModel | None]:
+def _load_student(recipe: Recipe, groups: ParallelGroups, checkpoint: str | None) -> tuple[str, GPTModel | None]:
     """What the gradient is measured on, in words, and the model; None for the teacher at ``STAND_IN`` temperatures."""
-    student, teacher = recipe.student, recipe.teacher
-    keep = None
-    if student.from_teacher is not None and teacher.checkpoint is not None:
-        keep, path = student.from_teacher.layers(teacher.model.num_layers), teacher.checkpoint
-        name = f"{student.model.name}: {len(keep)} of the teacher's {teacher.model.num_layers} layers, untrained"
-    elif student.checkpoint is not None:
-        path, name = student.checkpoint, f"{student.model.name} from {student.checkpoint}"
-    else:
-        # Random weights are nearly uniform over the vocabulary: no student stays so for long.
+    if checkpoint is None:
         return f"the teacher at {STAND_IN:g} times its temperature", None
-    built = build_model(student.model, recipe.parallelism, groups, recipe.training.precision, trainable=False)
-    load_weights(built, student.model, Path(path), keep_layers=keep)
-    return name, built
+    model = recipe.student.model
+    built = build_model(model, recipe.parallelism, groups, recipe.training.precision, trainable=False)
+    load_weights(built, model, Path(checkpoint))
+    return f"{model.name} from {checkpoint}", built

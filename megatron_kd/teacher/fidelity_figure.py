@@ -24,6 +24,7 @@ MARKERS = {
     "renormalize_teacher": "s",
     "renormalize_both": "D",
 }
+SUBTRACTED = "bucket_by_subtraction"
 DASHES: dict[str, Any] = {"float32": "solid", "float16": (0, (5, 2)), "bfloat16": (0, (1.5, 1.5))}
 INK, FAINT = "#333333", "#DDDDDD"
 
@@ -38,33 +39,30 @@ def draw_fidelity(found: Mapping[str, Any]) -> bytes:
 def fidelity_figure(found: Mapping[str, Any]) -> Any:
     """The matplotlib figure behind ``draw_fidelity``.
 
-    The bucket is drawn for every value dtype, the other tails for that of the recipe. The KL is infinite for tails
-    that drop the mass outside the top K: they appear at the gradient error only.
+    KL of the bucket (it is infinite for tails that drop the mass outside the top K), gradient error by tail, both with
+    the recipe's value dtype, and the part of the gradient error that is rounding, by value dtype.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     engine = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1, wspace=0.05)
-    figure = Figure(figsize=(11.0, 5.2), dpi=150, layout=engine)
+    figure = Figure(figsize=(14.0, 4.8), dpi=150, layout=engine)
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2)
-    _draw(left, found, "kl", "KL(dense ‖ stored), nats per token")
-    _draw(right, found, "gradient_error", "Gradient error, relative")
-    handles, texts = right.get_legend_handles_labels()
-    figure.legend(handles, texts, loc="outside lower center", ncols=4, fontsize=9, frameon=False, labelcolor=INK)
+    panels = figure.subplots(1, 3)
+    value_dtype = found["value_dtype"]
+    _draw(panels[0], found, "kl", "KL(dense ‖ stored), nats per token", [("bucket", value_dtype)])
+    tails = [(tail, value_dtype) for tail in COLOURS if tail != SUBTRACTED]
+    _draw(panels[1], found, "gradient_error", "Gradient error, relative", tails)
+    rounding = [(tail, dtype) for dtype in DASHES for tail in ("bucket", SUBTRACTED)]
+    _draw(panels[2], found, "rounding_error", "The part of it that is rounding", rounding)
     return figure
 
 
-def _curves(results: Sequence[Mapping[str, Any]], value_dtype: str) -> list[tuple[str, str]]:
-    """(tail, value dtype) of every curve."""
-    pairs = dict.fromkeys((row["tail"], row["value_dtype"]) for row in results)
-    return [(tail, dtype) for tail, dtype in pairs if tail == "bucket" or dtype == value_dtype]
-
-
-def _draw(axes: Any, found: Mapping[str, Any], key: str, title: str) -> None:
+def _draw(axes: Any, found: Mapping[str, Any], key: str, title: str, curves: Sequence[tuple[str, str]]) -> None:
+    """One panel with the curves of some (tail, value dtype), a legend below it."""
     _style(axes, title)
-    for tail, dtype in _curves(found["results"], found["value_dtype"]):
+    for tail, dtype in curves:
         points = [
             (row["top_k"], row[key])
             for row in found["results"]
@@ -85,6 +83,7 @@ def _draw(axes: Any, found: Mapping[str, Any], key: str, title: str) -> None:
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(f"K (dashed: {found['top_k']}, the recipe's)", fontsize=9, color=INK)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8, frameon=False, labelcolor=INK)
 
 
 def _style(axes: Any, title: str) -> None:

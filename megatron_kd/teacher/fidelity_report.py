@@ -23,8 +23,9 @@ class FidelitySums:
     def __init__(self, ks: Sequence[int], device: torch.device) -> None:
         self.cases = list(product(ks, VALUE_DTYPES, FORMS))
         self._ks = ks
-        # Columns: finite KL, positions where it is infinite, loss, squared relative gradient error, mass of the top K.
-        self._sums = torch.zeros((len(self.cases), 5), dtype=torch.float64, device=device)
+        # Columns: finite KL, positions where it is infinite, loss, squares of the relative error of the gradient and of
+        # what rounding adds to it, mass of the top K.
+        self._sums = torch.zeros((len(self.cases), 6), dtype=torch.float64, device=device)
         # Positions, positions with a gradient, dense KL.
         self._totals = torch.zeros(3, dtype=torch.float64, device=device)
 
@@ -45,6 +46,7 @@ class FidelitySums:
                 (counted & ~finite).sum(),
                 lost.loss[counted].sum(),
                 (lost.gradient_error2 / norm2)[has_gradient].sum(),
+                (lost.rounding_error2 / norm2)[has_gradient].sum(),
                 kept[k].log_p.exp().sum(dim=1)[counted].sum(),
             )
             self._sums[case] += torch.stack([figure.double() for figure in figures])
@@ -67,6 +69,10 @@ class FidelitySums:
     def results(self) -> list[dict[str, Any]]:
         """One JSON object for each (K, value dtype, tail); see docs/cache.md."""
         with_gradient = float(self._totals[1])
+
+        def rms(squares: float) -> float | None:
+            return math.sqrt(squares / with_gradient) if with_gradient else None
+
         return [
             {
                 "top_k": k,
@@ -76,9 +82,10 @@ class FidelitySums:
                 "kl": None if infinite else kl / self.tokens,
                 "kl_infinite": infinite / self.tokens,
                 "loss": loss / self.tokens,
-                "gradient_error": math.sqrt(error2 / with_gradient) if with_gradient else None,
+                "gradient_error": rms(error2),
+                "rounding_error": rms(rounding2),
             }
-            for (k, dtype, form), (kl, infinite, loss, error2, mass) in zip(
+            for (k, dtype, form), (kl, infinite, loss, error2, rounding2, mass) in zip(
                 self.cases, self._sums.tolist(), strict=True
             )
         ]
@@ -163,12 +170,12 @@ def _by_k(results: Sequence[dict[str, Any]]) -> str:
 
 
 def _by_dtype(results: Sequence[dict[str, Any]]) -> str:
-    lines = [f"{'values':<9} {'tail':<16} {'KL':>10} {'loss':>10} {'gradient error':>15}"]
+    lines = [f"{'values':<9} {'tail':<16} {'KL':>10} {'loss':>10} {'gradient error':>15} {'by rounding':>12}"]
     for row in results:
         kl = "∞" if row["kl"] is None else _figure(row["kl"])
         lines.append(
             f"{row['value_dtype']:<9} {_SHORT[row['tail']]:<16} {kl:>10} {_figure(row['loss']):>10} "
-            f"{_figure(row['gradient_error']):>15}"
+            f"{_figure(row['gradient_error']):>15} {_figure(row['rounding_error']):>12}"
         )
     return "\n".join(lines)
 

@@ -130,11 +130,30 @@ class Loss:
             the sum of 1 by their rounding it is the generalised divergence Σ p·log(p/s) − p + s ≥ 0.
         loss: the forward KL's loss on the stored targets against the student; the dense one is ``DenseRows.kl``.
         gradient_error2: ‖dz_stored − dz‖², z the student's logits over T.
+        rounding_error2: ‖dz_stored − dz_exact‖², dz_exact that of the same K and tail with exact values and tail mass.
     """
 
     kl: Tensor
     loss: Tensor
     gradient_error2: Tensor
+    rounding_error2: Tensor
+
+
+@dataclass(frozen=True)
+class _Gradient:
+    """dz_stored − dz as what it is made of: on_set·q − (r − p) on S, p − off_set·q outside; r [c, K], the rest [c]."""
+
+    r: Tensor
+    on_set: Tensor
+    off_set: Tensor
+
+
+def _gradient(q: Tensor, r: Tensor, t: Tensor, outside_q: Tensor, student_over_set: bool) -> _Gradient:
+    if student_over_set:
+        q_set = q.sum(dim=1)
+        return _Gradient(r, 1.0 / q_set - 1.0, torch.ones_like(q_set))
+    on_set = r.sum(dim=1) + t - 1.0
+    return _Gradient(r, on_set, torch.where(outside_q == 0, 0.0, t / outside_q) - on_set)
 
 
 def compare(rows: KeptRows, log_r: Tensor, log_tail: Tensor, form: str) -> Loss:
@@ -145,23 +164,23 @@ def compare(rows: KeptRows, log_r: Tensor, log_tail: Tensor, form: str) -> Loss:
     it is q_j/q_S − r_j on S and 0 outside. The dense one is q − p.
     """
     rule, outside = FORMS[form], rows.outside
+    p, q = rows.log_p.exp(), rows.log_q.exp()
     r, t = rule.teacher(log_r.exp(), log_tail.exp())
     t = torch.where(outside.q == 0, 0.0, t)  # as the losses do: a tail that the student does not have counts as 0
-    p, q = rows.log_p.exp(), rows.log_q.exp()
     if rule.student_over_set:
-        q_set = q.sum(dim=1)
-        loss = forward_kl(r.log(), rows.log_q - q_set.log()[:, None])[0].sum(dim=1)
-        on_set, off_set = 1.0 / q_set - 1.0, torch.ones_like(q_set)
+        loss = forward_kl(r.log(), rows.log_q - q.sum(dim=1).log()[:, None])[0].sum(dim=1)
     else:
         loss = forward_kl(r.log(), rows.log_q)[0].sum(dim=1) + forward_kl(t.log(), outside.q.log())[0]
-        on_set = r.sum(dim=1) + t - 1.0
-        off_set = torch.where(outside.q == 0, 0.0, t / outside.q) - on_set
-    # On S the difference is on_set·q − (r − p), outside it is p − off_set·q.
-    error2 = (on_set[:, None] * q + p - r).square().sum(dim=1)
-    error2 = error2 + (outside.pp - 2.0 * off_set * outside.pq + off_set.square() * outside.qq).clamp(min=0.0)
+    stored = _gradient(q, r, t, outside.q, rule.student_over_set)
+    exact = _gradient(q, *rule.teacher(p, outside.p), outside.q, rule.student_over_set)
+    error2 = (stored.on_set[:, None] * q + p - r).square().sum(dim=1)
+    off = stored.off_set
+    error2 = error2 + (outside.pp - 2.0 * off * outside.pq + off.square() * outside.qq).clamp(min=0.0)
+    rounding2 = ((stored.on_set - exact.on_set)[:, None] * q - (r - exact.r)).square().sum(dim=1)
+    rounding2 = rounding2 + (off - exact.off_set).square() * outside.qq
     within = outside.kl - forward_kl(outside.p.log(), outside.q.log())[0]
     kl = _excess(rows.log_p, r.log()).sum(dim=1) + _excess(outside.p.log(), t.log()) + within.clamp(min=0.0)
-    return Loss(kl, loss, error2)
+    return Loss(kl, loss, error2, rounding2)
 
 
 def _excess(log_p: Tensor, log_r: Tensor) -> Tensor:

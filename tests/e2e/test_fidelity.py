@@ -40,23 +40,16 @@ def report(road: Path) -> Any:
 
 
 def whole_distributions(road: Path) -> tuple[torch.Tensor, torch.Tensor]:
-    """log p and log q [tokens, V] of teacher and student (its layers 0 and 2), from transformers in float64."""
+    """log p and log q [tokens, V] of the teacher at temperatures 1 and 2, from transformers in float64."""
     from transformers import LlamaForCausalLM
 
     teacher = LlamaForCausalLM.from_pretrained(tiny_llama_folder(), dtype=torch.float64)
-    student = LlamaForCausalLM.from_pretrained(tiny_llama_folder(), dtype=torch.float64)
-    student.model.layers = torch.nn.ModuleList([student.model.layers[0], student.model.layers[2]])
-    for index, layer in enumerate(student.model.layers):
-        layer.self_attn.layer_idx = index
     samples = open_samples(road / "samples")
     rows = samples.rows(samples.split("heldout")[:ROWS])
     trains = torch.from_numpy(rows.loss_mask > 0).flatten()
-    tokens = torch.from_numpy(rows.tokens.astype(np.int64))
     with torch.no_grad():
-        both = [
-            model(tokens, use_cache=False).logits.log_softmax(-1).flatten(0, 1)[trains] for model in (teacher, student)
-        ]
-    return both[0], both[1]
+        logits = teacher(torch.from_numpy(rows.tokens.astype(np.int64))).logits.flatten(0, 1)[trains]
+    return logits.log_softmax(-1), (logits / 2).log_softmax(-1)
 
 
 def test_figures_are_those_of_transformers_in_float64(road: Path, report: Any) -> None:
@@ -114,13 +107,38 @@ def test_every_layout_measures_the_same(road: Path, report: Any, layout: list[st
 
 def test_text_and_figure(road: Path, tmp_path: Path) -> None:
     picture = tmp_path / "fidelity.png"
-    arguments = ["--rows", "1", "--figure", str(picture), "student.from_teacher=null"]
+    arguments = ["--rows", "1", "--figure", str(picture)]
     done = succeed(warm("cache", "fidelity", road / "recipe.yaml", *arguments))
     for words in ("the teacher at 2 times its temperature", "renorm. both", "worst row: sample 50", "bytes per token"):
         assert words in done.stdout
     assert "fidelity: 1/1 rows" in done.stderr
     drawn = matplotlib.image.imread(picture)
     assert drawn.shape[0] > 300 and np.unique(drawn[..., :3].reshape(-1, 3), axis=0).shape[0] > 50
+
+
+def test_on_a_trained_student_the_loss_is_that_of_evaluate(road: Path, tmp_path: Path) -> None:
+    """Two programs of one figure: the bucket KL at the recipe's K, and the teacher's mass, on all held-out rows."""
+    run = tmp_path / "run"
+    steps = ["training.train_iters=3", "checkpoint.save_interval=3"]
+    succeed(warm("train", road / "recipe.yaml", f"run_dir={run}", *steps))
+    evaluated = json.loads(succeed(warm("evaluate", run, "--json")).stdout)
+    student = run / "checkpoints" / "iter_0000003"
+    arguments = ["--rows", "10", "--student", student, "--json"]
+    found = json.loads(succeed(warm("cache", "fidelity", road / "recipe.yaml", *arguments)).stdout)
+    assert found["student"] == f"tiny_llama_2layers from {student}"
+    (row,) = (
+        row for row in found["results"] if (row["top_k"], row["value_dtype"], row["tail"]) == (20, "float16", "bucket")
+    )
+    assert row["loss"] == pytest.approx(evaluated["eval/kd"], rel=1e-4)
+    assert row["teacher_mass"] == pytest.approx(evaluated["eval/teacher_mass"], rel=1e-4)
+    assert found["dense_kl"] > row["loss"], "the bucket is a lower bound"
+
+
+def test_help_fits_a_terminal() -> None:
+    done = warm("cache", "fidelity", "--help", env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"})
+    lines = succeed(done).stdout.splitlines()
+    assert lines[0].startswith("Usage: megatron-kd cache fidelity ") and max(map(len, lines)) <= 80
+    assert not [line for line in lines if line.endswith("...") and not line.startswith("Usage: ")]
 
 
 def test_without_a_cache_only_the_forms_are_measured(road: Path, tmp_path: Path) -> None:

@@ -50,16 +50,21 @@ def round_values(values: Array, value_dtype: str) -> Array:
     return values.astype(np.float32).astype(value_dtype).astype(np.float64)
 
 
-def oracle(log_p: Array, log_q: Array, k: int, value_dtype: str, form: str) -> tuple[Array, Array, Array]:
-    """(KL, loss, ‖Δ dz‖²) of each row, every distribution a vector over the whole vocabulary."""
-    kls, losses, errors = [], [], []
+def oracle(log_p: Array, log_q: Array, k: int, value_dtype: str | None, form: str) -> tuple[Array, Array, Array, Array]:
+    """(KL, loss, ‖Δ dz‖², dz [c, V]) of each row, every distribution a vector over the vocabulary.
+
+    Without a ``value_dtype`` nothing is rounded and the tail is the exact one.
+    """
+    kls, losses, errors, gradients = [], [], [], []
     for lp, lq in zip(log_p, log_q, strict=True):
         order = np.argsort(-lp, kind="stable")
         inside, outside = order[:k], order[k:]
         p, q = np.exp(lp), np.exp(lq)
-        r = np.exp(round_values(lp[inside], value_dtype))
-        tail = float(np.exp(np.float64(np.float32(np.log(p[outside].sum()))))) if len(outside) else 0.0
-        if form == SUBTRACTED and len(outside):
+        r = np.exp(lp[inside] if value_dtype is None else round_values(lp[inside], value_dtype))
+        tail = float(p[outside].sum())
+        if len(outside) and value_dtype is not None:
+            tail = float(np.exp(np.float64(np.float32(np.log(tail)))))
+        if form == SUBTRACTED and len(outside) and value_dtype is not None:
             tail = max(0.0, 1.0 - r.sum())
         if form.startswith("renormalize"):
             r, tail = r / r.sum(), 0.0
@@ -80,7 +85,8 @@ def oracle(log_p: Array, log_q: Array, k: int, value_dtype: str, form: str) -> t
         kls.append(kl)
         losses.append(loss)
         errors.append(((gradient - (q - p)) ** 2).sum())
-    return np.array(kls), np.array(losses), np.array(errors)
+        gradients.append(gradient)
+    return np.array(kls), np.array(losses), np.array(errors), np.array(gradients)
 
 
 def draw(seed: int, rows: int, vocab: int, scale: float) -> tuple[Array, Array]:
@@ -116,13 +122,15 @@ def test_equals_whole_distributions_in_numpy(rows: int, vocab: int, kept: float,
         log_r = rounded(seen.log_p, dtype)
         for form in FORMS:
             lost = compare(seen, log_r, stored_tail(seen, log_r, form), form)
-            kl, loss, error2 = oracle(log_p, log_q, k, dtype, form)
+            kl, loss, error2, gradient = oracle(log_p, log_q, k, dtype, form)
+            rounding = gradient - oracle(log_p, log_q, k, None, form)[3]
             if k == vocab or form != SUBTRACTED:  # where 1 − Σ is exactly 0 hangs on the order of the sum
                 assert np.array_equal(np.isinf(lost.kl), np.isinf(kl)), (dtype, form)
                 finite = np.isfinite(kl)
                 np.testing.assert_allclose(lost.kl.numpy()[finite], kl[finite], rtol=1e-6, atol=1e-13)
             np.testing.assert_allclose(lost.loss, loss, rtol=1e-8, atol=1e-12, err_msg=f"{dtype} {form}")
             np.testing.assert_allclose(lost.gradient_error2, error2, rtol=1e-6, atol=1e-16, err_msg=f"{dtype} {form}")
+            np.testing.assert_allclose(lost.rounding_error2, (rounding**2).sum(1), rtol=1e-6, atol=1e-25)
             assert (lost.kl > -1e-30).all(), "a divergence"
 
 
@@ -184,12 +192,14 @@ def test_more_ids_lose_less() -> None:
             assert found[k, "float32", form]["kl"] is None and found[k, "float32", form]["kl_infinite"] == 1.0
 
 
-def test_coarser_values_lose_more_and_subtraction_most() -> None:
-    """A sharp teacher: almost nothing lies outside, and 1 − Σ of rounded values is all rounding."""
+def test_coarser_values_lose_more_and_subtraction_the_tail() -> None:
+    """A sharp teacher: little lies outside, and 1 − Σ of rounded values is rounding."""
     found = figures(*draw(7, 50, 300, 6.0), [100])
-    errors = [found[100, dtype, "bucket"]["gradient_error"] for dtype in ("float32", "float16", "bfloat16")]
-    assert errors[0] < errors[1] < errors[2]
-    kls = [found[100, dtype, "bucket"]["kl"] for dtype in ("float32", "float16", "bfloat16")]
+    dtypes = ("float32", "float16", "bfloat16")
+    for name in ("gradient_error", "rounding_error"):
+        errors = [found[100, dtype, "bucket"][name] for dtype in dtypes]
+        assert errors[0] < errors[1] < errors[2]
+    kls = [found[100, dtype, "bucket"]["kl"] for dtype in dtypes]
     assert kls[0] < kls[1] < kls[2]
     assert found[100, "float16", SUBTRACTED]["kl_infinite"] > 0.2, "a rounded sum above 1 leaves no tail"
     assert found[100, "float16", "bucket"]["kl_infinite"] == 0
@@ -206,7 +216,7 @@ def test_masked_rows_do_not_count() -> None:
     for row in part.results():
         expected = alone[row["top_k"], row["value_dtype"], row["tail"]]
         assert (row["kl"] is None) == (expected["kl"] is None)
-        for name in ("teacher_mass", "kl", "kl_infinite", "loss", "gradient_error"):
+        for name in ("teacher_mass", "kl", "kl_infinite", "loss", "gradient_error", "rounding_error"):
             assert row[name] is None or row[name] == pytest.approx(expected[name], rel=1e-12, abs=1e-15), name
 
 
