@@ -44,7 +44,8 @@ STAND_IN = 2.0
 TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
 """Nats by which a cached value may differ from the dense teacher's beyond its own rounding: the same forward pass in
 another batch or layout is rounded elsewhere, by little in fp32 and by some 2⁻⁸ of a logit in bf16."""
-_BUFFERS = 16  # float64 matrices [c, Vl] alive at once, in float32 ones of the budget
+BUFFERS = 20
+"""Memory of one chunk in float32 matrices [c, Vl], of which ``loss.chunk_mib`` allows one."""
 
 
 def measure_fidelity(
@@ -157,7 +158,7 @@ class _Job:
             softened = 1.0
         start, tp = self._groups.tp_rank * head.shape[0], self._tp
         real = max(0, min(head.shape[0], self._vocab_size - start))
-        step = chunk_rows(hidden.shape[0], max(real, 1), self._chunk_bytes // _BUFFERS)
+        step = chunk_rows(hidden.shape[0], max(real, 1), self._chunk_bytes // BUFFERS)
         checks = []
         for part in (slice(first, first + step) for first in range(0, hidden.shape[0], step)):
             log_p = dense_log_probs(hidden[part], head[:real], self.temperature, tp)

@@ -12,19 +12,16 @@ from typing import Any
 # Okabe and Ito's palette, told apart with every common colour vision; markers repeat the distinction.
 COLOURS = {
     "bucket": "#0072B2",
-    "bucket_by_subtraction": "#56B4E9",
     "truncate": "#D55E00",
     "renormalize_teacher": "#009E73",
     "renormalize_both": "#CC79A7",
 }
 MARKERS = {
     "bucket": "o",
-    "bucket_by_subtraction": "P",
     "truncate": "^",
     "renormalize_teacher": "s",
     "renormalize_both": "D",
 }
-SUBTRACTED = "bucket_by_subtraction"
 DASHES: dict[str, Any] = {"float32": "solid", "float16": (0, (5, 2)), "bfloat16": (0, (1.5, 1.5))}
 INK, FAINT = "#333333", "#DDDDDD"
 
@@ -39,8 +36,9 @@ def draw_fidelity(found: Mapping[str, Any]) -> bytes:
 def fidelity_figure(found: Mapping[str, Any]) -> Any:
     """The matplotlib figure behind ``draw_fidelity``.
 
-    KL of the bucket (it is infinite for tails that drop the mass outside the top K), gradient error by tail, both with
-    the recipe's value dtype, and the part of the gradient error that is rounding, by value dtype.
+    The KL of the bucket (it is infinite for tails that drop the mass outside the top K) and the gradient error by
+    tail, both with the recipe's value dtype; and the part of that error which is rounding, by value dtype. A bucket by
+    subtraction differs too little here to be seen.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -52,9 +50,9 @@ def fidelity_figure(found: Mapping[str, Any]) -> Any:
     panels = figure.subplots(1, 3)
     value_dtype = found["value_dtype"]
     _draw(panels[0], found, "kl", "KL(dense ‖ stored), nats per token", [("bucket", value_dtype)])
-    tails = [(tail, value_dtype) for tail in COLOURS if tail != SUBTRACTED]
+    tails = [(tail, value_dtype) for tail in COLOURS]
     _draw(panels[1], found, "gradient_error", "Gradient error, relative", tails)
-    rounding = [(tail, dtype) for dtype in DASHES for tail in ("bucket", SUBTRACTED)]
+    rounding = [("bucket", dtype) for dtype in DASHES]
     _draw(panels[2], found, "rounding_error", "The part of it that is rounding", rounding)
     return figure
 

@@ -172,7 +172,7 @@ def _by_k(results: Sequence[dict[str, Any]]) -> str:
 def _by_dtype(results: Sequence[dict[str, Any]]) -> str:
     lines = [f"{'values':<9} {'tail':<16} {'KL':>10} {'loss':>10} {'gradient error':>15} {'by rounding':>12}"]
     for row in results:
-        kl = "∞" if row["kl"] is None else _figure(row["kl"])
+        kl = f"∞ {row['kl_infinite']:.1%}" if row["kl"] is None else _figure(row["kl"])
         lines.append(
             f"{row['value_dtype']:<9} {_SHORT[row['tail']]:<16} {kl:>10} {_figure(row['loss']):>10} "
             f"{_figure(row['gradient_error']):>15} {_figure(row['rounding_error']):>12}"

@@ -87,8 +87,7 @@ class DenseRows:
         for values in (self._log_p, self._log_q):
             masked.append(values.clone())
             add_at_(masked[-1], columns, torch.where(owned, -torch.inf, 0.0))
-        sums = torch.stack([term.sum(dim=1) for term in _terms(*masked)])
-        return KeptRows(log_p, log_q, Outside(*self._tp.sum_(sums)))
+        return KeptRows(log_p, log_q, Outside(*self._tp.sum_(_sums(*masked))))
 
 
 def first_k(rows: KeptRows, top_k: int) -> KeptRows:
@@ -96,13 +95,16 @@ def first_k(rows: KeptRows, top_k: int) -> KeptRows:
     log_p, log_q = rows.log_p[:, top_k:], rows.log_q[:, top_k:]
     known = rows.outside
     parts = (known.p, known.q, known.pp, known.pq, known.qq, known.kl)
-    sums = [part + term.sum(dim=1) for part, term in zip(parts, _terms(log_p, log_q), strict=True)]
+    sums = torch.stack(parts) + _sums(log_p, log_q)
     return KeptRows(rows.log_p[:, :top_k], rows.log_q[:, :top_k], Outside(*sums))
 
 
-def _terms(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, ...]:
+def _sums(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The fields of ``Outside`` [6, c], one matrix after the other."""
+    divergence = forward_kl(log_p, log_q)[0].sum(dim=1)
     p, q = log_p.exp(), log_q.exp()
-    return p, q, p * p, p * q, q * q, forward_kl(log_p, log_q)[0]
+    sums = p.sum(dim=1), q.sum(dim=1), (p * p).sum(dim=1), (p * q).sum(dim=1), (q * q).sum(dim=1)
+    return torch.stack([*sums, divergence])
 
 
 def rounded(log_p: Tensor, value_dtype: str) -> Tensor:

@@ -123,7 +123,7 @@ def test_on_a_trained_student_the_loss_is_that_of_evaluate(road: Path, tmp_path:
     succeed(warm("train", road / "recipe.yaml", f"run_dir={run}", *steps))
     evaluated = json.loads(succeed(warm("evaluate", run, "--json")).stdout)
     student = run / "checkpoints" / "iter_0000003"
-    arguments = ["--rows", "10", "--student", student, "--json"]
+    arguments = ["--rows", "10", "--student", str(student), "--json"]
     found = json.loads(succeed(warm("cache", "fidelity", road / "recipe.yaml", *arguments)).stdout)
     assert found["student"] == f"tiny_llama_2layers from {student}"
     (row,) = (

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_kd.cache.values import VALUE_DTYPES
-from megatron_kd.losses import TAILS, dense_full_divergence, dense_topk_divergence
+from megatron_kd.losses import TAILS, dense_full_divergence, dense_topk_divergence, peak_extra_bytes
 from megatron_kd.losses.collectives import TensorParallelGroup
 from megatron_kd.targets import TopKTargets
-from megatron_kd.teacher.fidelity import k_ladder
+from megatron_kd.teacher.fidelity import BUFFERS, k_ladder
 from megatron_kd.teacher.fidelity_cache import RowFidelity, worst_of
 from megatron_kd.teacher.fidelity_report import FidelitySums
 from megatron_kd.teacher.fidelity_rows import (
@@ -229,6 +229,22 @@ def test_dense_log_probs_project_in_float64() -> None:
     hidden, head = torch.randn(3, 16).bfloat16(), torch.randn(50, 16).bfloat16()
     exact = torch.log_softmax(hidden.double() @ head.double().t() / 3.0, dim=1)
     torch.testing.assert_close(dense_log_probs(hidden, head, 1.5, ALONE, 2.0), exact, rtol=1e-13, atol=1e-13)
+
+
+def test_memory_is_a_few_matrices_of_a_chunk() -> None:
+    """What the job divides its budget by, ``BUFFERS`` float32 matrices [c, V], is what a chunk really takes."""
+    rows, vocab, k = 24, 6000, 10
+    hidden, head = torch.randn(rows, 8), torch.randn(vocab, 8)
+    ids = torch.randint(0, vocab, (rows, k), dtype=torch.int32)
+
+    def chunk() -> None:
+        log_p, log_q = (dense_log_probs(hidden, head, 1.0, ALONE, softened) for softened in (1.0, 2.0))
+        dense = DenseRows(log_p, log_q, 0, ALONE)
+        FidelitySums([1, k], torch.device("cpu")).add(dense, ids, torch.ones(rows, dtype=torch.bool))
+
+    with torch.no_grad():
+        seen = peak_extra_bytes(chunk)
+    assert 8 * rows * vocab < seen < BUFFERS * 4 * rows * vocab + (1 << 20), seen / (4 * rows * vocab)
 
 
 @pytest.mark.parametrize(
