@@ -23,6 +23,7 @@ from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.device import any_rank, current_device, fail_together
 from megatron_kd.errors import CacheError, ConfigError, DataError
+from megatron_kd.losses import default_chunk_bytes
 from megatron_kd.losses.collectives import TensorParallelGroup
 from megatron_kd.models.build import build_model
 from megatron_kd.models.checkpoint import load_weights
@@ -45,7 +46,7 @@ TOLERANCE = {"fp32": 1e-3, "bf16": 0.25}
 """Nats by which a cached value may differ from the dense teacher's beyond its own rounding: the same forward pass in
 another batch or layout is rounded elsewhere, by little in fp32 and by some 2⁻⁸ of a logit in bf16."""
 BUFFERS = 20
-"""Memory of one chunk in float32 matrices [c, Vl], of which ``loss.chunk_mib`` allows one."""
+"""A chunk takes the memory of so many float32 matrices [c, Vl]; ``loss.chunk_mib`` is the budget of them all."""
 
 
 def measure_fidelity(
@@ -61,8 +62,8 @@ def measure_fidelity(
 
     Raises:
         ConfigError, DataError, CheckpointError: before any work.
-        CacheError: the cache is incomplete, or of another teacher, tokenizer or corpus. A row of it that cannot be
-            read is reported, not raised.
+        CacheError: the cache is incomplete, of another teacher, tokenizer or corpus, or its values are at another
+            temperature. A row of it that cannot be read is reported, not raised.
     """
     if rows < 1:
         raise ConfigError(f"--rows is {rows}, must be at least 1")
@@ -135,7 +136,8 @@ class _Job:
         self._groups, self._samples, self._teacher, self._cached = groups, samples, teacher, cached
         self._tp = TensorParallelGroup(groups.tp_group)
         self._vocab_size = recipe.teacher.model.vocab_size
-        self._chunk_bytes = int(recipe.loss.chunk_mib * 2**20)
+        chunk_mib = recipe.loss.chunk_mib
+        self._chunk_bytes = default_chunk_bytes(current_device()) if chunk_mib is None else int(chunk_mib * 2**20)
         self.student_name, self._student = _load_student(recipe, groups, student or recipe.student.checkpoint)
         ks = k_ladder(recipe.teacher.top_k, self._vocab_size)
         self.sums = FidelitySums(ks, current_device())
@@ -158,7 +160,8 @@ class _Job:
             softened = 1.0
         start, tp = self._groups.tp_rank * head.shape[0], self._tp
         real = max(0, min(head.shape[0], self._vocab_size - start))
-        step = chunk_rows(hidden.shape[0], max(real, 1), self._chunk_bytes // BUFFERS)
+        # By all rows of the shard, which are as many on every rank: chunks hold collectives.
+        step = chunk_rows(hidden.shape[0], head.shape[0], self._chunk_bytes // BUFFERS)
         checks = []
         for part in (slice(first, first + step) for first in range(0, hidden.shape[0], step)):
             log_p = dense_log_probs(hidden[part], head[:real], self.temperature, tp)
@@ -224,12 +227,19 @@ def _open_cache(recipe: Recipe, samples: SampleSet, teacher: MegatronTeacher) ->
     """The recipe's cache, shown to be of these samples and this teacher; None where none was captured yet."""
     if recipe.teacher.cache is None or not (Path(recipe.teacher.cache) / "cache.json").exists():
         return None
+    manifest = open_cache(recipe.teacher.cache).manifest
+    temperature = recipe.teacher.temperatures[0]
+    if manifest.temperatures[0] != temperature:
+        raise CacheError(
+            f"{recipe.teacher.cache} stores values at temperature {manifest.temperatures[0]:g}, the first of "
+            f"teacher.temperatures is {temperature:g}: put {manifest.temperatures[0]:g} first"
+        )
     return CachedTargets(
         recipe.teacher.cache,
         samples,
         teacher=recipe.teacher.model,
-        top_k=open_cache(recipe.teacher.cache).manifest.top_k,
-        temperature=recipe.teacher.temperatures[0],
+        top_k=manifest.top_k,
+        temperature=temperature,
         weights_sha256=teacher.identity()["weights_sha256"],
     )
 

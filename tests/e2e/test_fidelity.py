@@ -91,7 +91,8 @@ def test_the_cache_is_the_dense_teacher_s(report: Any) -> None:
     ids=["dp2", "tp2_sp"],
 )
 def test_every_layout_measures_the_same(road: Path, report: Any, layout: list[str]) -> None:
-    arguments = ["cluster.gpus_per_node=2", *layout, "loss.chunk_mib=0.5", "--rows", str(ROWS), "--json"]
+    # A budget by which shards of 512 and of 491 real rows, counted so, would make 5 and 4 chunks of 48 positions.
+    arguments = ["cluster.gpus_per_node=2", *layout, "loss.chunk_mib=0.4578", "--rows", str(ROWS), "--json"]
     first, other = start("cache", "fidelity", road / "recipe.yaml", *arguments, ranks=2).wait()
     found = json.loads(succeed(first).stdout)
     assert succeed(other).stdout == "", "printed once"
@@ -202,6 +203,8 @@ def test_bad_input_is_one_line(road: Path, tmp_path: Path) -> None:
     recipe = road / "recipe.yaml"
     one_error_line(warm("cache", "fidelity", recipe, "--rows", "0"), "--rows is 0, must be at least 1")
     one_error_line(warm("cache", "fidelity", recipe, "--rows", "11"), "has 10 rows, --rows asks for 11")
+    hot = warm("cache", "fidelity", recipe, "teacher.temperatures=[2.0, 1.0]")
+    one_error_line(hot, "stores values at temperature 1, the first of teacher.temperatures is 2: put 1 first")
     figure = tmp_path / "nowhere" / "x.png"
     one_error_line(warm("cache", "fidelity", recipe, "--figure", figure), f"there is no folder {figure.parent}")
     values = yaml.safe_load(recipe.read_text())
