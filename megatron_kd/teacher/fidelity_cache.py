@@ -30,7 +30,7 @@ class RowFidelity:
         rank_error: largest difference between the dense log-probabilities of the stored id and of the id that belongs
             in its place; 0 but for ties where the ids are those of the teacher.
         tail_error: largest difference of the log tail masses, both not below −100.
-        ids_moved: ids that are not in the place where the teacher now has them.
+        ids_moved: ids that are not in the place where the teacher now has them, at all positions.
         position: where ``error`` is.
         problem: why the row cannot be read; the rest is then 0.
     """
@@ -54,16 +54,16 @@ class RowFidelity:
             best: the ids that the teacher's top K has now, [c, at least K].
             rounding: half a unit in the last place of the stored values, relative.
         """
-        ids, log_r, used = targets.ids, targets.logprobs.double(), targets.ids >= 0
+        ids, used = targets.ids, targets.ids >= 0
         best = best[:, : ids.shape[1]]
         rows, right = dense.keep(ids), dense.keep(best)
-        log_p = rows.log_p.clamp(min=LOG_P_FLOOR)
-        apart = (log_r.clamp(min=LOG_P_FLOOR) - log_p).abs() - rounding * log_p.abs()
-        value = torch.where(used, apart, 0.0).clamp(min=0.0).amax(dim=1)
-        rank = (right.log_p.clamp(min=LOG_P_FLOOR) - log_p).abs().amax(dim=1)
-        floor = LOG_P_FLOOR
-        tail = (targets.tail_logmass.double().clamp(min=floor) - rows.outside.p.log().clamp(min=floor)).abs()
-        errors = torch.stack([value, rank, tail])
+        log_r, log_p, log_best, tail, log_outside = (
+            values.double().clamp(min=LOG_P_FLOOR)
+            for values in (targets.logprobs, rows.log_p, right.log_p, targets.tail_logmass, rows.outside.p.log())
+        )
+        value = torch.where(used, (log_r - log_p).abs() - rounding * log_p.abs(), 0.0).clamp(min=0.0).amax(dim=1)
+        rank = torch.where(used, (log_best - log_p).abs(), 0.0).amax(dim=1)
+        errors = torch.stack([value, rank, (tail - log_outside).abs()])
         errors = errors.nan_to_num(nan=-LOG_P_FLOOR)  # a damaged value may be anything
         worst = errors.amax(dim=0)
         where = int(worst.argmax())
@@ -74,7 +74,7 @@ class RowFidelity:
             logprob_error=float(errors[0].max()),
             rank_error=float(errors[1].max()),
             tail_error=float(errors[2].max()),
-            ids_moved=int((ids != best).sum()),
+            ids_moved=int(((ids != best) & used).sum()),
         )
 
 
@@ -132,13 +132,17 @@ class CacheFidelity:
 
     def text(self) -> str:
         """A few lines: how near the cache is, and every row that is wrong."""
-        worst = self.worst
         lines = [
             f"{self.path}: {len(self.rows)} rows, top {self.top_k}, {self.value_dtype}, "
-            f"{self.bytes_per_token:.0f} bytes per token",
-            f"worst row: sample {worst.sample}, {worst.error:.2g} nats off the dense teacher at position "
-            f"{worst.position} beyond its rounding (tolerance {self.tolerance:g})",
+            f"{self.bytes_per_token:.0f} bytes per token"
         ]
+        readable = [row for row in self.rows if row.problem is None]
+        if readable:
+            worst = max(readable, key=lambda row: row.error)
+            lines.append(
+                f"worst row: sample {worst.sample}, {worst.error:.2g} nats off the dense teacher at position "
+                f"{worst.position} beyond its rounding (tolerance {self.tolerance:g}), {worst.ids_moved} ids moved"
+            )
         return "\n".join(lines + [f"wrong: {self._why(row)}" for row in self.wrong])
 
     def _why(self, row: RowFidelity) -> str:

@@ -316,6 +316,19 @@ def test_a_wrong_place_of_a_cached_row_is_found(change: Any, field: str) -> None
     assert row.ids_moved == (2 if change is swap_ids else 0)
 
 
+def test_unused_slots_are_no_error() -> None:
+    """Targets of another program may keep fewer ids at some positions."""
+
+    def keep_six(targets: TopKTargets) -> None:
+        left = torch.logsumexp(targets.logprobs[:, 6:].double(), dim=1)
+        targets.tail_logmass.copy_(torch.logaddexp(targets.tail_logmass.double(), left))
+        targets.ids[:, 6:] = -1
+        targets.logprobs[:, 6:] = -math.inf
+
+    row = checked(draw(11, 9, 50, 2.0)[0], keep_six)
+    assert row.error < 1e-2 and row.ids_moved == 0
+
+
 def test_ids_that_tie_may_trade_places() -> None:
     log_p = log_softmax(np.array([[3.0, 1.0, 1.0, 0.5, 0.2, 0.1, 0.0, -0.5, -0.7, -1.0]]))
 
