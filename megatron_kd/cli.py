@@ -289,6 +289,8 @@ def cache_fidelity(
     _refuse_wrong_world(loaded)
     if figure is not None and not figure.parent.is_dir():
         raise ConfigError(f"--figure {figure}: there is no folder {figure.parent}")
+    if figure is not None and figure.is_dir():
+        raise ConfigError(f"--figure {figure} is a folder: name a file in it")
     quiet_libraries()
     from megatron_kd.teacher.fidelity import measure_fidelity
 

@@ -207,6 +207,7 @@ def test_bad_input_is_one_line(road: Path, tmp_path: Path) -> None:
     one_error_line(hot, "stores values at temperature 1, the first of teacher.temperatures is 2: put 1 first")
     figure = tmp_path / "nowhere" / "x.png"
     one_error_line(warm("cache", "fidelity", recipe, "--figure", figure), f"there is no folder {figure.parent}")
+    one_error_line(warm("cache", "fidelity", recipe, "--figure", tmp_path), f"{tmp_path} is a folder")
     values = yaml.safe_load(recipe.read_text())
     values["teacher"]["checkpoint"] = None
     values["student"] = {}
