@@ -310,6 +310,46 @@ def cache_import(
     print_figures(report.to_dict(), json_, report.text())
 
 
+@cache_app.command("fidelity")
+def cache_fidelity(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(help="Rows of the held-out split to measure on.")] = 8,
+    student: Annotated[
+        Path | None, typer.Option(help="Measure the gradient on this checkpoint of the recipe's student.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure what storing the top K loses.
+
+    KL and gradient error of the stored targets against the dense teacher, by K, value dtype and tail. Where
+    teacher.cache exists its rows are compared too; exits with status 1 where one is wrong.
+    """
+    from megatron_kd.config import load_recipe
+    from megatron_kd.errors import ConfigError
+
+    loaded = load_recipe(recipe, overrides or [])
+    _refuse_wrong_world(loaded)
+    if figure is not None and not figure.parent.is_dir():
+        raise ConfigError(f"--figure {figure}: there is no folder {figure.parent}")
+    if figure is not None and figure.is_dir():
+        raise ConfigError(f"--figure {figure} is a folder: name a file in it")
+    quiet_libraries()
+    from megatron_kd.teacher.fidelity import measure_fidelity
+
+    report = measure_fidelity(loaded, rows, None if student is None else str(student))
+    found = report.to_json()
+    print_figures(found, json_, report.text())
+    if figure is not None and is_first_rank():
+        from megatron_kd.files import write_atomic
+        from megatron_kd.teacher.fidelity_figure import draw_fidelity
+
+        write_atomic(figure, draw_fidelity(found))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 @bench_app.command("loss")
 def bench_loss(
     tokens: Annotated[int | None, typer.Option(help="Tokens N.")] = None,
