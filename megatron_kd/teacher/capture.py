@@ -26,10 +26,11 @@ from megatron_kd.errors import CacheError, ConfigError, DataError
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import Advance, progress
-from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.teacher.engine import TeacherEngine, open_teacher
 from megatron_kd.versions import installed_versions
 
 SHARD_TOKENS = 2 * 2**20  # about half a gigabyte at K = 100
+ENGINE_PACKAGES = {"megatron": "megatron-core", "hf": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,9 @@ def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) ->
         teacher=teacher,
         tokenizer=samples.tokenizer_identity,
         corpus={"content": samples.manifest["content"], "samples": samples.manifest["samples"]},
-        library_versions=installed_versions("megatron-kd", "torch", "megatron-core", "numcodecs", "numpy"),
+        library_versions=installed_versions(
+            "megatron-kd", "torch", ENGINE_PACKAGES[recipe.teacher.engine], "numcodecs", "numpy"
+        ),
     )
     return manifest, table
 
@@ -101,7 +104,7 @@ def capture(recipe: Recipe, *, show_progress: bool = True) -> CaptureReport:
     with fail_together("opening the samples"):
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)
-    teacher = MegatronTeacher(recipe, groups)
+    teacher = open_teacher(recipe, groups)
     with fail_together(f"creating the cache {path}"):
         manifest, table = manifest_for(recipe, samples, teacher.identity())
         cache = create_cache(path, manifest, table)
@@ -133,7 +136,7 @@ def capture(recipe: Recipe, *, show_progress: bool = True) -> CaptureReport:
 
 def _score(
     recipe: Recipe,
-    teacher: MegatronTeacher,
+    teacher: TeacherEngine,
     samples: SampleSet,
     ids: range,
     groups: ParallelGroups,
