@@ -7,6 +7,7 @@ at any moment and started again, in whatever layout, does only what is missing.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -143,35 +144,46 @@ def _score(
     advance: Advance,
     together: int,
 ) -> list[Row]:
-    """The rows of one shard, scored in micro batches; [s·b] sequence-first targets are turned back into rows."""
+    """The rows of one shard, scored in micro batches."""
     rows: list[Row] = []
     step = recipe.teacher.capture.micro_batch_size
     for begin in range(ids.start, ids.stop, step):
         batch_ids = range(begin, min(begin + step, ids.stop))
-        batch = samples.rows(batch_ids)
-        b, s = batch.tokens.shape
-        extracted = teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
-        k = extracted.targets.top_k
-        token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
-        logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
-        tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
-        extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
-        for i, sample in enumerate(batch_ids):
-            rows.append(
-                Row(
-                    sample_id=sample,
-                    tokens=batch.tokens[i],
-                    loss_mask=batch.loss_mask[i],
-                    document_offsets=batch.document_offsets[i],
-                    ids=np.ascontiguousarray(token_ids[:, i]),
-                    logprobs=np.minimum(logprobs[:, i], 0.0).astype(_numpy_dtype(recipe.teacher.capture.value_dtype)),
-                    tail_logmass=np.minimum(tails[:, i], 0.0),
-                    log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
-                    tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
-                )
-            )
+        rows += score_rows(teacher, samples, batch_ids, _numpy_dtype(recipe.teacher.capture.value_dtype))
         advance(len(batch_ids) * together)
     return rows
+
+
+def score_rows(
+    teacher: TeacherEngine, samples: SampleSet, ids: Sequence[int], dtype: type[np.floating[Any]]
+) -> list[Row]:
+    """Some samples as rows of a cache, scored in one forward pass. Collective over the tensor-parallel group.
+
+    Args:
+        dtype: of the log-probabilities, float16 or float32.
+    """
+    batch = samples.rows(ids)
+    b, s = batch.tokens.shape
+    extracted = teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+    k = extracted.targets.top_k
+    token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
+    logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
+    tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
+    extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
+    return [
+        Row(
+            sample_id=sample,
+            tokens=batch.tokens[i],
+            loss_mask=batch.loss_mask[i],
+            document_offsets=batch.document_offsets[i],
+            ids=np.ascontiguousarray(token_ids[:, i]),
+            logprobs=np.minimum(logprobs[:, i], 0.0).astype(dtype),
+            tail_logmass=np.minimum(tails[:, i], 0.0),
+            log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
+            tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
+        )
+        for i, sample in enumerate(ids)
+    ]
 
 
 def _numpy_dtype(value_dtype: str) -> type[np.floating[Any]]:
