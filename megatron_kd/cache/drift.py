@@ -232,8 +232,13 @@ def cache_drift(
 
 
 def teachers_difference(a: Any, b: Any) -> str | None:
-    """The first field in which two teachers' identities differ, in words; None where they are the same."""
-    found = first_differing_field(dict(a), dict(b))
+    """The first field in which two teachers' identities differ, in words; None where they are the same.
+
+    Fields that both have go first: each engine may have some of its own, which say less.
+    """
+    shared = [key for key in a if key in b]
+    found = first_differing_field({key: a[key] for key in shared}, {key: b[key] for key in shared})
+    found = found or first_differing_field(dict(a), dict(b))
     return None if found is None else f"{found[0]}: {found[1]!r}, {found[2]!r}"
 
 

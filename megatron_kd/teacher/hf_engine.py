@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_kd.config import Recipe
-from megatron_kd.device import current_device, is_cuda
+from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.targets import TopKTargets
 from megatron_kd.teacher.hf_loading import LoadedModel, described_architecture, load_model
@@ -46,9 +46,10 @@ class HFTeacher:
         self._chunk_bytes = int(recipe.loss.chunk_mib * 2**20)
         self._precision = recipe.teacher.hf.dtype or recipe.training.precision
         self._loaded: LoadedModel = load_model(recipe.teacher.model.hf, self._precision, recipe.teacher.hf.device_map)
-        self._architecture = described_architecture(recipe.teacher.model, self._loaded)
-        self.head = Head(self._loaded.model, recipe.teacher.model.vocab_size)
-        self._check_logits()
+        with fail_together(f"checking {self._loaded.path}"):  # one rank alone may run out of memory
+            self._architecture = described_architecture(recipe.teacher.model, self._loaded)
+            self.head = Head(self._loaded.model, recipe.teacher.model.vocab_size)
+            self._check_logits()
 
     def identity(self) -> dict[str, Any]:
         """What decides this teacher's answers; kept in every cache it writes. Where it runs is no part of it."""

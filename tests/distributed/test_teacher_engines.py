@@ -61,6 +61,7 @@ def test_smollm2_is_the_same_in_both_engines(tmp_path: Path) -> None:
     drift = found["drift"]
     assert (drift.rows, drift.positions, drift.top1_agreement) == (ROWS, ROWS * LENGTH, 1.0)
     assert drift.logprob_max < 2e-3 and drift.kl_max < 1e-6
+    assert drift.teachers_differ_in == "engine: 'hf', 'megatron'"
     hf, megatron = found["identities"]
     assert hf["weights_sha256"] == megatron["weights_sha256"], "one file, however it is read"
     assert (hf["engine"], megatron["engine"]) == ("hf", "megatron")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_kd.cache.drift import cache_drift, row_drift
+from megatron_kd.cache.drift import cache_drift, row_drift, teachers_difference
 from megatron_kd.cache.row import Row
 from megatron_kd.cache.store import create_cache
 from megatron_kd.cache.writer import write_shard
@@ -144,6 +144,14 @@ def test_two_caches(tmp_path: Path) -> None:
     same = cache_drift(tmp_path / "a", tmp_path / "a", rows=3)
     assert (same.rows, same.kl_max, same.logprob_max, same.top1_agreement) == (3, 0.0, 0.0, 1.0)
     assert same.teachers_differ_in is None
+
+
+def test_the_fields_that_both_teachers_have_are_named_first() -> None:
+    hf = {"name": "t", "model_type": "llama", "engine": "hf", "dtype": "fp32"}
+    megatron = {"name": "t", "engine": "megatron", "dtype": "fp32"}
+    assert teachers_difference(hf, megatron) == "engine: 'hf', 'megatron'"
+    assert teachers_difference(hf, {**megatron, "engine": "hf"}) == "model_type: 'llama', None"
+    assert teachers_difference(hf, dict(hf)) is None
 
 
 def test_caches_that_cannot_be_compared(tmp_path: Path) -> None:
