@@ -296,7 +296,7 @@ def bench_loss(
         bool, typer.Option("--published", help="Take the sizes of the published figures for what is not given.")
     ] = False,
     chunk_mib: Annotated[
-        float | None, typer.Option(help="Budget of the chunk buffers in MiB; 64 on a CPU, 512 on a GPU.")
+        float | None, typer.Option(help="Budget of the chunk buffers in MiB; 64 on a CPU, 1536 on a GPU.")
     ] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
     threads: Annotated[int | None, typer.Option(help="Threads on a CPU.")] = None,

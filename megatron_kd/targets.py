@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -39,8 +40,8 @@ class TopKTargets:
             raise ValueError(f"ids must be int32, not {self.ids.dtype}")
         if not self.logprobs.is_floating_point() or not self.tail_logmass.is_floating_point():
             raise ValueError("logprobs and tail_logmass must be floating point")
-        if not self.temperature > 0:
-            raise ValueError(f"temperature must be positive, not {self.temperature}")
+        if not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature must be positive and finite, not {self.temperature}")
 
     @property
     def top_k(self) -> int:

@@ -96,7 +96,7 @@ def bench_loss(
         top_k: K.
         dtype: of hidden states and head, ``fp32`` or ``bf16``.
         published: take the published toy for what is not given.
-        chunk_mib: budget of the chunk buffers in MiB; by default 64 on a CPU, 512 on a GPU.
+        chunk_mib: budget of the chunk buffers in MiB; by default 64 on a CPU, 1536 on a GPU.
         device: ``cpu``, ``cuda`` or ``auto``.
         threads: of torch on the CPU; by default left as they are.
 

@@ -13,7 +13,7 @@ from megatron_kd.errors import ConfigError
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 DEVICES = ("auto", CPU_NAME, "cuda")
 # A GPU wants some thousand rows a chunk (each chunk reads and writes dW once), a CPU some hundred.
-CPU_CHUNK_MIB, GPU_CHUNK_MIB = 64.0, 512.0
+CPU_CHUNK_MIB, GPU_CHUNK_MIB = 64.0, 1536.0
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ class LossConfig(Section):
     """How fused makes its gradient: within the forward pass (single_pass) or in the backward pass (recompute). The
     loss's other two modes follow from what is asked of it: no_grad in evaluation, frozen_head where the head is not
     trained, which no recipe asks for."""
-    chunk_mib: Annotated[float, Field(ge=2**-10, le=2**20)] = 64.0
-    """Memory for the logits of one chunk, in MiB."""
+    chunk_mib: Annotated[float, Field(ge=2**-10, le=2**20)] | None = None
+    """Memory for the logits of one chunk, in MiB. null: 64 on a CPU, 1536 on a GPU."""
     gradient_mib: Annotated[float, Field(ge=0, le=2**20)] | None = None
     """Most memory in MiB that a single pass may hold from forward to backward, for all microbatches in flight together;
     above it mode auto recomputes. null: any for one microbatch in flight, none for more."""

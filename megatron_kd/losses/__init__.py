@@ -6,6 +6,7 @@ fused with the projection by the head and its gradients; ``IMPLEMENTATIONS`` hol
 
 from megatron_kd.losses.divergences import DIVERGENCES, TAILS
 from megatron_kd.losses.full import FullDivergence
+from megatron_kd.losses.geometry import default_chunk_bytes
 from megatron_kd.losses.implementations import (
     IMPLEMENTATIONS,
     Implementation,
@@ -19,6 +20,7 @@ from megatron_kd.losses.implementations import (
 from megatron_kd.losses.memory import peak_extra_bytes
 from megatron_kd.losses.output import DivergenceOutput, DivergenceStatistics
 from megatron_kd.losses.topk import TopKDivergence
+from megatron_kd.losses.transfer import to_device
 
 __all__ = [
     "DIVERGENCES",
@@ -29,6 +31,7 @@ __all__ = [
     "FullDivergence",
     "Implementation",
     "TopKDivergence",
+    "default_chunk_bytes",
     "dense_full_divergence",
     "dense_topk_divergence",
     "forward_chunked_full_divergence",
@@ -36,4 +39,5 @@ __all__ = [
     "linear_full_divergence",
     "linear_topk_divergence",
     "peak_extra_bytes",
+    "to_device",
 ]

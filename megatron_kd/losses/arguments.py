@@ -5,7 +5,9 @@ N tokens in all (s·b), n = N/tp of them on this rank under sequence parallelism
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from torch import Tensor
 from megatron_kd.losses.collectives import TensorParallelGroup
 from megatron_kd.losses.divergences import Divergence
 from megatron_kd.losses.projection import compute_dtype
+from megatron_kd.losses.transfer import to_device
 from megatron_kd.targets import TopKTargets
 
 MODES = ("auto", "single_pass", "frozen_head", "recompute", "no_grad")
@@ -29,6 +32,8 @@ class Settings:
         teacher_logit_softcap: of a full-vocabulary teacher.
         mode: resolved, never ``auto``.
         chunk_bytes: None for the default of the device.
+
+    Raises ValueError for a budget that is not positive.
     """
 
     divergence: Divergence
@@ -37,6 +42,10 @@ class Settings:
     mode: str
     chunk_bytes: int | None
     main_grad_accumulation: bool
+
+    def __post_init__(self) -> None:
+        if self.chunk_bytes is not None and self.chunk_bytes < 1:
+            raise ValueError(f"chunk_bytes must be positive, not {self.chunk_bytes}")
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,7 @@ class LossArguments:
         vocab_rows: the rows of this rank's shard that are real vocabulary; those after them are padding.
         t2: T² or 1, on the value and the gradient of the divergence.
         dtype: of all arithmetic and of the results; float32, or float64 if an input is float64.
+        device: of all arithmetic and of the results; ``token_weights`` and ``labels`` may lie on the CPU.
     """
 
     token_weights: Tensor
@@ -61,6 +71,17 @@ class LossArguments:
     tp: TensorParallelGroup
     sequence_parallel: bool
     dtype: torch.dtype
+    device: torch.device
+
+    @cached_property
+    def device_weights(self) -> Tensor:
+        """The token weights [N] where and as the arithmetic needs them; copied once a call."""
+        return to_device(self.token_weights, self.device).to(self.dtype)
+
+    @cached_property
+    def device_labels(self) -> Tensor | None:
+        """The labels [N] on the device; copied once a call."""
+        return None if self.labels is None else to_device(self.labels, self.device)
 
     @property
     def tokens(self) -> int:
@@ -94,6 +115,7 @@ def check_arguments(
     sequence_parallel: bool,
 ) -> LossArguments:
     """Raises ValueError, saying what contradicts what, where shapes, ranges or options cannot be right."""
+    check_floating(hidden=hidden, weight=weight)
     if weight.dim() != 2:
         raise ValueError(f"weight must be [vocabulary rows, hidden], not {tuple(weight.shape)}")
     if hidden.dim() not in (2, 3) or hidden.shape[-1] != weight.shape[1]:
@@ -105,6 +127,8 @@ def check_arguments(
     leading = (hidden.shape[0] * slices, *hidden.shape[1:-1])
     tokens = hidden.shape[:-1].numel() * slices
     check_per_token("token_weights", token_weights, leading, tokens)
+    if token_weights.is_complex():
+        raise ValueError(f"token_weights must be real numbers, not {token_weights.dtype}")
     if not token_weights.is_floating_point():
         token_weights = token_weights.to(torch.float32)
     if not 0.0 <= ce_weight <= 1.0:
@@ -113,10 +137,11 @@ def check_arguments(
         raise ValueError(f"ce_weight is {ce_weight} but no labels were given")
     if labels is not None:
         check_per_token("labels", labels, leading, tokens)
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, not {temperature}")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap must be positive or None, not {logit_softcap}")
+        if labels.dtype not in (torch.int64, torch.int32, torch.int16):
+            raise ValueError(f"labels must be token ids in whole numbers of 16 bits or more, not {labels.dtype}")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature must be positive and finite, not {temperature}")
+    check_softcap("logit_softcap", logit_softcap)
     if vocab_size < 1 or vocab_start < 0:
         raise ValueError(f"vocab_size {vocab_size} must be positive and vocab_start {vocab_start} not negative")
     if tp.size == 1 and (vocab_start != 0 or weight.shape[0] < vocab_size):
@@ -138,7 +163,21 @@ def check_arguments(
         tp=tp,
         sequence_parallel=sequence_parallel and tp.size > 1,
         dtype=compute_dtype(hidden, weight),
+        device=hidden.device,
     )
+
+
+def check_floating(**tensors: Tensor) -> None:
+    """Raises ValueError for hidden states or heads that are not floating point."""
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point, not {tensor.dtype}")
+
+
+def check_softcap(name: str, softcap: float | None) -> None:
+    """Raises ValueError unless the cap is None or a positive number."""
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"{name} must be positive and finite, or None for none; not {softcap}")
 
 
 def gathered_leading(hidden: Tensor, arguments: LossArguments) -> tuple[int, ...]:
@@ -165,7 +204,9 @@ def check_targets(
         raise ValueError("targets have no slots (K = 0)")
     if targets.ids.device != device:
         raise ValueError(f"targets lie on {targets.ids.device}, hidden on {device}: move them with targets.to()")
-    return targets.flatten()
+    flat = targets.flatten()
+    # The teacher is a constant, also where its log-probabilities have a graph.
+    return replace(flat, logprobs=flat.logprobs.detach(), tail_logmass=flat.tail_logmass.detach())
 
 
 def check_values(arguments: LossArguments, targets: TopKTargets | None) -> None:
@@ -177,8 +218,12 @@ def check_values(arguments: LossArguments, targets: TopKTargets | None) -> None:
     """
     if not arguments.tokens:
         return
-    if arguments.labels is not None:
-        labels = torch.where(arguments.labels == IGNORED_LABEL, 0, arguments.labels)
+    labels = arguments.labels
+    if labels is not None and labels.device != arguments.token_weights.device:
+        # Bringing the weights of a GPU to labels on the CPU would stop the host.
+        labels = arguments.device_labels
+    if labels is not None:
+        labels = torch.where(labels == IGNORED_LABEL, 0, labels)
         _check_ids("labels", labels, labels, 0, arguments)
     if targets is None:
         return
@@ -195,15 +240,21 @@ _LOG_SLACK = 0.01
 
 def _check_logs(name: str, highest: Tensor, arguments: LossArguments) -> None:
     # NaN compares false, so the question is whether the value is right.
-    wrong = ~(highest <= _LOG_SLACK) & (arguments.token_weights != 0).to(highest.device)
+    wrong = ~(highest <= _LOG_SLACK) & _counted(arguments, highest.device)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])
         raise ValueError(f"{name}: {float(highest[row])} at token {row} is not the logarithm of a probability")
 
 
+def _counted(arguments: LossArguments, device: torch.device) -> Tensor:
+    """bool [N], where the weight is not 0, on the device of what is checked."""
+    weights = arguments.token_weights
+    return (weights if weights.device == device else arguments.device_weights) != 0
+
+
 def _check_ids(name: str, lowest: Tensor, highest: Tensor, least: int, arguments: LossArguments) -> None:
     wrong = (lowest < least) | (highest >= arguments.vocab_size)
-    wrong &= (arguments.token_weights != 0).to(wrong.device)
+    wrong &= _counted(arguments, wrong.device)
     if wrong.device.type != "cpu":
         torch._assert_async(~wrong.any())
     elif bool(wrong.any()):

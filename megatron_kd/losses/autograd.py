@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from megatron_kd.losses.arguments import LossArguments, Settings
 from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.full_kernel import FullKernel
-from megatron_kd.losses.fused import FusedJob, fused_forward, recompute_backward
+from megatron_kd.losses.fused import FusedJob, fused_forward, recompute_backward, versioned
 from megatron_kd.losses.geometry import plan_geometry, plan_rows
 from megatron_kd.losses.kernels import RowKernel
 from megatron_kd.losses.main_grad import accumulate_main_grad, check_main_grad, main_grad_of, wgrad_placeholder
@@ -113,7 +113,10 @@ class _FusedLoss(torch.autograd.Function):
         ctx.hidden_shape, ctx.gradients = hidden.shape, None
         if recompute:
             result = fused_forward(job, student, teacher, wants=(False, False), save=True)
-            ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, result.saved)
+            # The targets and weights too: backward reads them again, and autograd refuses what was changed meanwhile.
+            ctx.teacher = teacher
+            watched = () if teacher is None else versioned(teacher.hidden, teacher.weight)
+            ctx.save_for_backward(hidden, weight, result.saved, *watched, *job.reads_again())
         else:
             wants = (ctx.needs_input_grad[0], ctx.needs_input_grad[1])
             result = fused_forward(job, student, teacher, wants=wants, save=False)
@@ -122,11 +125,24 @@ class _FusedLoss(torch.autograd.Function):
         return result.loss, result.figures
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        with torch.autocast(upstream.device.type, enabled=False):
-            hidden, weight = _recompute(ctx, upstream) if ctx.recompute else _scale(ctx, upstream)
-        return None if hidden is None else hidden.view(ctx.hidden_shape), weight, None, None, None, None, None
+        return _backward(ctx, refuse_second_order(upstream))
+
+
+def refuse_second_order(upstream: Tensor) -> Tensor:
+    """The upstream of a ``once_differentiable`` backward pass, which under ``create_graph`` has to look trainable.
+
+    torch refuses to differentiate the gradient again only where its upstream requires a gradient. The 1 of a loss does
+    not, and a gradient penalty would silently see a constant.
+    """
+    return upstream.detach().requires_grad_() if torch.is_grad_enabled() else upstream
+
+
+@once_differentiable
+def _backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    with torch.autocast(upstream.device.type, enabled=False):
+        hidden, weight = _recompute(ctx, upstream) if ctx.recompute else _scale(ctx, upstream)
+    return None if hidden is None else hidden.view(ctx.hidden_shape), weight, None, None, None, None, None
 
 
 def _scale(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -150,12 +166,11 @@ def _scale(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
 
 def _recompute(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, Tensor | None]:
     job: FusedJob = ctx.job
-    hidden, weight, teacher_hidden, teacher_weight, saved = ctx.saved_tensors
-    teacher = None if teacher_hidden is None else Head(teacher_hidden, teacher_weight)
+    hidden, weight, saved, *_ = ctx.saved_tensors
     gradients = recompute_backward(
         job,
         Head(hidden.detach(), weight),
-        teacher,
+        ctx.teacher,
         saved,
         upstream,
         wants_hidden=ctx.needs_input_grad[0],

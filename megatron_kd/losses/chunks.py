@@ -73,9 +73,8 @@ class ChunkLoop:
         self.tiled = geometry.width is not None
         self.student = student
         self.teacher = teacher
-        device = student.hidden.device
-        self.weights = arguments.token_weights.to(device, arguments.dtype, non_blocking=True)
-        self.labels = None if arguments.labels is None else arguments.labels.to(device, non_blocking=True)
+        self.weights = arguments.device_weights
+        self.labels = arguments.device_labels
         rows = arguments.vocab_rows
         self.width = rows if geometry.width is None else min(geometry.width, rows)
         # A shard of nothing but padding still has one slice, of no columns.

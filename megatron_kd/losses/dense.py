@@ -78,7 +78,7 @@ def run_dense_full(
 
 def _logits(hidden: Tensor, weight: Tensor, arguments: LossArguments) -> tuple[Tensor, Tensor, Tensor]:
     y = project(_gathered(hidden, arguments), weight, arguments, arguments.logit_softcap)
-    weights = arguments.token_weights.to(hidden.device, arguments.dtype)
+    weights = arguments.device_weights
     return y, weights, weights != 0
 
 
@@ -114,8 +114,8 @@ def _finish(
     kd = on_set + outside
     loss_per_token = arguments.kd_scale * kd
     ce = torch.zeros_like(kd)
-    if arguments.labels is not None:
-        ce = cross_entropy(y, arguments.labels.to(y.device), valid, arguments)
+    if arguments.device_labels is not None:
+        ce = cross_entropy(y, arguments.device_labels, valid, arguments)
         loss_per_token = loss_per_token + arguments.ce_weight * ce
     loss = torch.where(valid, weights * loss_per_token, 0.0).sum()
     figures = torch.stack([on_set, outside, ce, teacher_mass, student_mass, top1.to(kd.dtype)]).detach()

@@ -23,6 +23,9 @@ from torch import Tensor
 # of a full-vocabulary teacher are finite and taken as they are.
 LOG_P_FLOOR = -100.0
 
+# From so large a log(p/q) on, m is β·p to the last digit of any β that a float32 tells from 0; e^80 is finite in it.
+JSD_LARGEST = 80.0
+
 PairTerms = tuple[Tensor, Tensor]
 """(d, u), of the shape of the arguments."""
 
@@ -44,15 +47,16 @@ def reverse_kl(log_p: Tensor, log_q: Tensor) -> PairTerms:
 def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> PairTerms:
     """β·KL(p ‖ m) + (1 − β)·KL(q ‖ m), m = β·p + (1 − β)·q; u = (1 − β)·q·log(q/m).
 
-    log(q/m) is formed from log p − log q by log1p and expm1, whose error is small where p is near q.
+    log(q/m) = −log(1 + β·(e^r − 1)), r = log p − log q, by log1p, whose error is small where p is near q or β near 0.
+    Where less than ¾ is left under the logarithm, the sum (1 − β) + β·e^r keeps the digits of a β near 1.
     """
     p, q = log_p.exp(), log_q.exp()
     neither = (p == 0) & (q == 0)
     r = torch.where(neither, 0.0, log_p - log_q)
-    # Each branch of the where sees only arguments for which it neither overflows nor loses digits.
-    below = -torch.log1p(beta * torch.expm1(r.clamp(max=0.0)))
-    above = -r - torch.log1p((1.0 - beta) * torch.expm1(-r.clamp(min=0.0)))
-    log_q_m = torch.where(r <= 0, below, above)
+    limited = r.clamp(max=JSD_LARGEST)
+    growth = beta * torch.expm1(limited)
+    log_m_q = torch.where(growth > -0.25, torch.log1p(growth), ((1.0 - beta) + beta * limited.exp()).log())
+    log_q_m = -torch.where(r > JSD_LARGEST, r + math.log(beta), log_m_q)
     log_p_m = torch.where(p != 0, r + log_q_m, 0.0)
     # r = ∞ (q = 0) gives ∞ − ∞ above; there log(p/m) = −log β.
     log_p_m = torch.where(r == torch.inf, -math.log(beta), log_p_m)

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_kd.losses.arguments import LossArguments, Settings
-from megatron_kd.losses.autograd import Source, bytes_per_logit, make_kernel
+from megatron_kd.losses.autograd import Source, bytes_per_logit, make_kernel, refuse_second_order
 from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.collectives import enter_sharded
+from megatron_kd.losses.fused import versioned
 from megatron_kd.losses.geometry import RowPlan, plan_geometry
 from megatron_kd.losses.kernels import FIGURES, KD, RowBatch, RowKernel, VocabRange
 from megatron_kd.losses.output import DivergenceOutput
@@ -34,8 +35,7 @@ def run_forward_chunked(
     keeps_slope = kernel.passes.keeps_slope
     per_logit = bytes_per_logit(hidden, weight, source, arguments, keeps_slope=keeps_slope, overlaps=False)
     step = plan_geometry(plan, shard, per_logit, settings.chunk_bytes, hidden.device, tiles=False).step
-    weights = arguments.token_weights.to(hidden.device, arguments.dtype)
-    labels = None if arguments.labels is None else arguments.labels.to(hidden.device)
+    weights, labels = arguments.device_weights, arguments.device_labels
     figures = torch.zeros(FIGURES, arguments.tokens, device=hidden.device, dtype=arguments.dtype)
 
     with torch.autocast(hidden.device.type, enabled=False):
@@ -91,18 +91,23 @@ class _ChunkLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         values = ChunkRows(kernel, arguments, _copies(logits, teacher_logits, arguments), batch).finish(None)
         arguments.tp.sum_(values.figures[KD])
-        ctx.save_for_backward(logits, teacher_logits, values.saved)
+        ctx.save_for_backward(logits, teacher_logits, values.saved, *versioned(*kernel.reads_again()))
         ctx.batch, ctx.kernel, ctx.arguments = batch, kernel, arguments
         ctx.mark_non_differentiable(values.figures)
         return (per_token_loss(arguments, values.figures) * batch.weights).sum(), values.figures
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Tensor) -> tuple[Tensor, None, None, None, None]:
-        logits, teacher_logits, saved = ctx.saved_tensors
-        copies = _copies(logits, teacher_logits, ctx.arguments)
-        chunk_gradient(ctx.kernel, ctx.arguments, copies, ctx.batch, saved, ctx.batch.weights * upstream)
-        return copies.student, None, None, None, None
+        gradient: Tensor = _logits_gradient(ctx, refuse_second_order(upstream))
+        return gradient, None, None, None, None
+
+
+@once_differentiable
+def _logits_gradient(ctx: Any, upstream: Tensor) -> Tensor:
+    logits, teacher_logits, saved, *_ = ctx.saved_tensors
+    copies = _copies(logits, teacher_logits, ctx.arguments)
+    chunk_gradient(ctx.kernel, ctx.arguments, copies, ctx.batch, saved, ctx.batch.weights * upstream)
+    return copies.student
 
 
 def _copies(logits: Tensor, teacher_logits: Tensor | None, arguments: LossArguments) -> Logits:

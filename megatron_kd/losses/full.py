@@ -9,7 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_kd.losses.arguments import LossArguments, Settings, check_arguments, resolve_mode
+from megatron_kd.losses.arguments import (
+    LossArguments,
+    Settings,
+    check_arguments,
+    check_floating,
+    check_softcap,
+    resolve_mode,
+)
 from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.divergences import check_divergence, make_divergence
 from megatron_kd.losses.output import DivergenceOutput
@@ -112,6 +119,7 @@ def _check_teacher(
     arguments: LossArguments,
     teacher_logit_softcap: float | None,
 ) -> None:
+    check_floating(teacher_hidden=teacher_hidden, teacher_weight=teacher_weight)
     if teacher_weight.dim() != 2 or teacher_weight.shape[0] < arguments.vocab_rows:
         raise ValueError(
             f"teacher_weight {tuple(teacher_weight.shape)} must be [rows, hidden] with at least the "
@@ -120,5 +128,4 @@ def _check_teacher(
     expected = (*hidden.shape[:-1], teacher_weight.shape[1])
     if tuple(teacher_hidden.shape) != expected:
         raise ValueError(f"teacher_hidden has shape {tuple(teacher_hidden.shape)}, expected {expected}")
-    if teacher_logit_softcap is not None and not teacher_logit_softcap > 0:
-        raise ValueError(f"teacher_logit_softcap must be positive or None, not {teacher_logit_softcap}")
+    check_softcap("teacher_logit_softcap", teacher_logit_softcap)

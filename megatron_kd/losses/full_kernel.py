@@ -70,6 +70,10 @@ class FullKernel:
         # The others need both normalisers before their sums, when the logits of earlier slices are gone.
         self.tileable = divergence.expectation != "exchanged"
 
+    def reads_again(self) -> tuple[Tensor, ...]:
+        """See the protocol: the teacher's logits are no tensor of the caller."""
+        return ()
+
     def prepare(self, batch: RowBatch) -> FullRows:
         """See the protocol."""
         return FullRows(batch, label_rows(self.arguments, batch))

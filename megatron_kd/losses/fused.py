@@ -21,6 +21,11 @@ from megatron_kd.losses.kernels import FIGURES, KD, RowKernel
 from megatron_kd.losses.rows import ChunkRows, TiledRows, chunk_blocks, chunk_gradient, per_token_loss
 
 
+def versioned(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Those that autograd can watch for changes: tensors of an inference mode have no version, and are refused."""
+    return tuple(tensor for tensor in tensors if not tensor.is_inference())
+
+
 @dataclass(frozen=True)
 class FusedJob:
     """A call, without the tensors that the backward pass may do without."""
@@ -33,6 +38,12 @@ class FusedJob:
     def loop(self, student: Head, teacher: Head | None) -> ChunkLoop:
         """The chunks of these tensors."""
         return ChunkLoop(self.arguments, self.plan, self.geometry, student, teacher)
+
+    def reads_again(self) -> tuple[Tensor, ...]:
+        """What a backward pass reads beside hidden states and heads, and the caller must not have changed."""
+        arguments = self.arguments
+        labels = () if arguments.labels is None else (arguments.labels,)
+        return versioned(arguments.token_weights, *labels, *self.kernel.reads_again())
 
 
 @dataclass(frozen=True)
@@ -123,7 +134,8 @@ def _tiled_steps(job: FusedJob, loop: ChunkLoop) -> Iterator[tuple[Chunk, Any]]:
 
 def _tiled_rows(job: FusedJob, loop: ChunkLoop, chunk: Chunk) -> TiledRows:
     rows, device = chunk.batch.rows.shape[0], chunk.hidden.device
-    blocks = chunk_blocks(job.kernel.passes, rows, loop.width, job.arguments.dtype, device)
+    row_bytes = loop.width * job.arguments.dtype.itemsize
+    blocks = chunk_blocks(job.kernel.passes, rows, row_bytes, device, loop.teacher is not None)
     return TiledRows(job.kernel, job.arguments, chunk.batch, blocks)
 
 

@@ -96,6 +96,9 @@ class RowKernel[R: Rows, W: RowWork](Protocol):
     saved_rows: int
     tileable: bool
 
+    def reads_again(self) -> tuple[Tensor, ...]:
+        """The tensors of the caller that ``prepare`` reads, again in backward."""
+
     def prepare(self, batch: RowBatch) -> R:
         """What does not depend on the logits, once for all blocks of a chunk."""
 

@@ -9,6 +9,7 @@ N tokens, n of them on this rank, D hidden, Vl rows of the head's shard, K cache
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -80,6 +81,7 @@ class Call:
             tp=TensorParallelGroup(group),
             sequence_parallel=s.sequence_parallel,
             dtype=compute_dtype(hidden, weight),
+            device=hidden.device,
         )
         divergence = make_divergence(s.divergence, s.beta)
         self.settings = Settings(divergence, s.tail, s.teacher_logit_softcap, s.mode, s.chunk_bytes, False)
@@ -102,7 +104,8 @@ class Call:
     def flat_hidden(self, wanted: bool) -> tuple[int, ...]:
         """The shape of dH, empty if it is not wanted."""
         hidden = self.student.hidden
-        return (hidden.shape[:-1].numel(), hidden.shape[-1]) if wanted else (0,)
+        # Not Size.numel(), which makes a plain number of a symbolic one: each number of tokens would compile anew.
+        return (math.prod(hidden.shape[:-1]), hidden.shape[-1]) if wanted else (0,)
 
     def shard(self, wanted: bool) -> tuple[int, ...]:
         """The shape of dW, empty if it is not wanted."""
@@ -217,7 +220,8 @@ def _gradients(ctx: Any, upstream: Tensor, *_: Tensor) -> tuple[Any, ...]:
         labels = others.pop(0) if ctx.has_labels else None
         dh, dw = _backward(upstream, saved, hidden, weight, token_weights, labels, others, *ctx.scalars)
     else:
-        dh, dw = (gradient * upstream.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        # The upstream, a scalar, keeps its precision: in 16 bits it would lose digits, and a loss scale its finiteness.
+        dh, dw = (gradient * upstream for gradient in ctx.saved_tensors)
     (hidden_shape, hidden_dtype), (weight_shape, weight_dtype) = ctx.like_hidden, ctx.like_weight
     return (
         dh.view(hidden_shape).to(hidden_dtype) if ctx.scalars.wants_hidden else None,

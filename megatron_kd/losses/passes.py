@@ -73,7 +73,8 @@ class TopKPass(Protocol):
 
 
 class FullPass(Protocol):
-    """A block of student and teacher logits [n, V], both of which it overwrites. Order as above."""
+    """A block of student and teacher logits [n, V], both of which it overwrites. Order as above; ``values`` follows the
+    sums of divergences without a cross sum only."""
 
     def take(self, columns: Tensor, owned: Tensor) -> Tensor:
         """z [n, K] of the student at ``columns``, −inf where not ``owned``."""

@@ -5,33 +5,16 @@ c tokens in a chunk, D hidden, V the true vocabulary rows of this rank's shard, 
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 from torch import Tensor
 
-# Of a 16-bit head, this much is widened to float32 at a time (and of dW, this much is added at a time on a GPU).
+# Of a 16-bit head, this much is widened to float32 at a time.
 _PANEL_BYTES = 4 << 20
 
 
 def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """float64 if any input is, else float32."""
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
-@cache
-def _accumulates_in_gemm(device: torch.device) -> bool:
-    """Whether this torch adds a product of 16-bit matrices to a float32 matrix within the GEMM.
-
-    Older releases want the matrix that is added to in 16 bits as well, and say so by raising.
-    """
-    small = torch.zeros(16, 16, device=device, dtype=torch.bfloat16)
-    into = torch.zeros(16, 16, device=device, dtype=torch.float32)
-    try:
-        torch.addmm(into, small, small, out_dtype=torch.float32, out=into)
-    except RuntimeError:
-        return False
-    return True
 
 
 class Projection:
@@ -78,7 +61,7 @@ class Projection:
         if self._native(hidden):
             if accumulator is None:
                 return torch.mm(dz, self.head)
-            return accumulator.add_(torch.mm(dz, self.head, out_dtype=torch.float32))
+            return torch.addmm(accumulator, dz, self.head, out_dtype=torch.float32, out=accumulator)
         result = dz.new_empty((dz.shape[0], self.head.shape[1])) if accumulator is None else accumulator
         if self.head.shape[0] == 0:
             return result.zero_() if accumulator is None else result
@@ -88,16 +71,16 @@ class Projection:
         return result
 
     def add_weight_gradient(self, dz: Tensor, hidden: Tensor, accumulator: Tensor, first: bool) -> None:
-        """accumulator [V, D] += dzᵀ·h, dz from ``narrow``; with ``first`` it is overwritten (it may hold garbage)."""
+        """accumulator [V, D] += dzᵀ·h, dz from ``narrow``; with ``first`` it is overwritten (it may hold garbage).
+
+        The accumulator is of the dtype of the arithmetic, or a ``main_grad`` in the dtype of the head. The GEMM adds
+        to it in float32 and rounds the sum once.
+        """
         beta = 0 if first else 1
-        if self._native(hidden) and accumulator.dtype == torch.float32 and _accumulates_in_gemm(accumulator.device):
-            torch.addmm(accumulator, dz.t(), hidden, out_dtype=torch.float32, beta=beta, out=accumulator)
+        if self._native(hidden) and accumulator.dtype == self.dtype:
+            torch.addmm(accumulator, dz.t(), hidden, out_dtype=self.dtype, beta=beta, out=accumulator)
         elif self._native(hidden):
-            step = max(1, _PANEL_BYTES // (4 * self.head.shape[1]))
-            for start in range(0, self.head.shape[0], step):
-                panel = slice(start, start + step)
-                part = torch.mm(dz[:, panel].t(), hidden, out_dtype=torch.float32)
-                accumulator[panel].mul_(beta).add_(part) if beta else accumulator[panel].copy_(part)
+            torch.addmm(accumulator, dz.t(), hidden, beta=beta, out=accumulator)
         elif accumulator.dtype == self.dtype:
             torch.addmm(accumulator, dz.t(), hidden.to(self.dtype), beta=beta, out=accumulator)
         else:

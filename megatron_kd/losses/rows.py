@@ -45,14 +45,17 @@ class Logits:
     def blocks(self, passes: Passes) -> list[slice]:
         """The blocks of rows in which the passes want the chunk."""
         rows, width = self.student.shape
-        return chunk_blocks(passes, rows, width, self.student.dtype, self.student.device)
+        return chunk_blocks(
+            passes, rows, width * self.student.dtype.itemsize, self.student.device, self.teacher is not None
+        )
 
 
-def chunk_blocks(passes: Passes, rows: int, width: int, dtype: torch.dtype, device: torch.device) -> list[slice]:
-    """The blocks of rows in which the passes want a chunk of that shape."""
+def chunk_blocks(passes: Passes, rows: int, row_bytes: int, device: torch.device, pair: bool) -> list[slice]:
+    """The blocks of rows in which the passes want a chunk of rows of that size; ``pair`` with a teacher's beside it."""
     if not passes.in_blocks:
         return [slice(0, rows)] if rows else []
-    return list(row_blocks(rows, width * dtype.itemsize, device))
+    # Over a pair the passes touch both and two temporaries of the size.
+    return list(row_blocks(rows, row_bytes * (4 if pair else 1), device))
 
 
 class ChunkRows:

@@ -94,7 +94,7 @@ class TopKDivergence:
             mode: ``auto``, ``single_pass``, ``frozen_head``, ``recompute`` or ``no_grad``; see ``resolve_mode``. The
                 gradient of a single pass can be taken once, that of ``recompute`` repeatedly. The two references
                 only know whether a gradient is wanted.
-            chunk_bytes: budget of the chunk buffers; None is 128 MiB on a CPU, 512 MiB on a GPU.
+            chunk_bytes: budget of the chunk buffers; None is 64 MiB on a CPU, 1.5 GiB on a GPU.
             main_grad_accumulation: add the head's gradient to ``weight.main_grad`` (Megatron-Core's
                 ``gradient_accumulation_fusion``) rather than return it. The two references always return it, which
                 Megatron-Core accepts as well.

@@ -119,6 +119,10 @@ class TopKKernel:
         self.saves_expectation = divergence.expectation != "known"
         self.saved_rows = 2 + self.tail.student_over_set + self.own_ce_sum + self.saves_expectation
 
+    def reads_again(self) -> tuple[Tensor, ...]:
+        """See the protocol."""
+        return self.targets.ids, self.targets.logprobs, self.targets.tail_logmass
+
     def prepare(self, batch: RowBatch) -> TopKRows:
         """See the protocol."""
         rows = target_rows(self.targets, batch.rows, batch.valid, self.arguments.dtype)

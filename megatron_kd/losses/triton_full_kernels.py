@@ -15,14 +15,17 @@ import math
 import triton
 import triton.language as tl
 
+from megatron_kd.losses.divergences import JSD_LARGEST
 from megatron_kd.losses.triton_kernels import (
-    expm1_nonpositive,
+    expm1,
     finite_or_zero,
-    log1p_nonpositive,
+    log1p,
     scaled,
     this_row,
     times_slope,
 )
+
+LARGEST = tl.constexpr(JSD_LARGEST)
 
 
 @triton.constexpr_function
@@ -43,11 +46,11 @@ def pair_terms(log_p, log_q, DIVERGENCE: tl.constexpr, BETA: tl.constexpr):
         d = tl.where(q != 0.0, q * (log_q - log_p), 0.0)
         u = d
     elif DIVERGENCE == "jsd":
-        # log(q/m) = −log1p(β(e^r − 1)) for r ≤ 0 and −r − log1p((1 − β)(e^−r − 1)) for r ≥ 0: one exponential of −|r|.
         # Where both are 0, r is NaN and no term takes it.
         r = log_p - log_q
-        weight = tl.where(r <= 0.0, tl.full((), BETA, r.dtype), tl.full((), 1.0 - BETA, r.dtype))
-        log_q_m = -log1p_nonpositive(weight * expm1_nonpositive(-tl.abs(r))) - tl.maximum(r, 0.0)
+        limited = tl.minimum(r, LARGEST)
+        log_m_q = log1p(expm1(limited) * BETA, tl.exp(limited) * BETA + (1.0 - BETA))
+        log_q_m = -tl.where(r > LARGEST, r - minus_log(BETA), log_m_q)
         log_p_m = tl.where(p != 0.0, r + log_q_m, 0.0)
         # q = 0 gives ∞ − ∞ there.
         log_p_m = tl.where(r == float("inf"), minus_log(BETA), log_p_m)

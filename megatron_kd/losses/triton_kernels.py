@@ -26,24 +26,24 @@ import triton.language as tl
 
 
 @triton.jit
-def expm1_nonpositive(x):
-    """exp(x) − 1 for x ≤ 0, within a few units in the last place; −1 at −∞.
+def expm1(x):
+    """exp(x) − 1 within a few units in the last place; −1 at −∞.
 
     Near 0 the Taylor series by Horner's rule, x(1 + x/2(1 + x/3(…))): its remainder is below 2^−26 (float32) or 2^−53
-    (float64) of the value for |x| < 0.5. Below, the subtraction loses less than two bits.
+    (float64) of the value for |x| < 0.5. Outside, the subtraction loses less than two bits.
     """
     TERMS: tl.constexpr = 14 if x.dtype == tl.float64 else 8
     series = x * (1.0 / TERMS) + 1.0
     for k in tl.static_range(TERMS - 1, 1, -1):
         series = series * x * (1.0 / k) + 1.0
-    return tl.where(x > -0.5, x * series, tl.exp(x) - 1.0)
+    return tl.where(tl.abs(x) < 0.5, x * series, tl.exp(x) - 1.0)
 
 
 @triton.jit
-def log1p_nonpositive(x):
-    """log(1 + x) for −1 < x ≤ 0, within a few units in the last place.
+def log1p(x, one_plus_x):
+    """log(1 + x) for x > −1, within a few units in the last place; 1 + x is given, with the digits it has near 0.
 
-    Near 0 as 2·artanh(s), s = x/(2 + x): s² ≤ 0.0205 for x > −0.25, so that few terms of Σ s^2k/(2k + 1) do.
+    Near 0 as 2·artanh(s), s = x/(2 + x): s² ≤ 0.0205 for |x| < 0.25, so that few terms of Σ s^2k/(2k + 1) do.
     """
     TERMS: tl.constexpr = 10 if x.dtype == tl.float64 else 5
     s = x / (x + 2.0)
@@ -51,13 +51,13 @@ def log1p_nonpositive(x):
     series = square * (1.0 / (2 * TERMS - 1)) + 1.0 / (2 * TERMS - 3)
     for k in tl.static_range(TERMS - 3, -1, -1):
         series = series * square + 1.0 / (2 * k + 1)
-    return tl.where(x > -0.25, 2.0 * s * series, tl.log(x + 1.0))
+    return tl.where(tl.abs(x) < 0.25, 2.0 * s * series, tl.log(one_plus_x))
 
 
 @triton.jit
 def tanh(x):
     """The hyperbolic tangent, −(e − 1)/(e + 1) of e = exp(−2|x|): no digits lost near 0, ±1 at ±∞."""
-    less_one = expm1_nonpositive(-2.0 * tl.abs(x))
+    less_one = expm1(-2.0 * tl.abs(x))
     positive = -less_one / (less_one + 2.0)
     return tl.where(x < 0.0, -positive, positive)
 

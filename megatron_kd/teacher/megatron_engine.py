@@ -39,7 +39,8 @@ class MegatronTeacher:
         self._groups = groups
         self._vocab_size = recipe.teacher.model.vocab_size
         self._precision = recipe.training.precision
-        self._chunk_bytes = int(recipe.loss.chunk_mib * 2**20)
+        chunk_mib = recipe.loss.chunk_mib
+        self._chunk_bytes = None if chunk_mib is None else int(chunk_mib * 2**20)
         self.model = build_model(
             recipe.teacher.model, recipe.parallelism, groups, recipe.training.precision, trainable=False
         )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_kd.losses import default_chunk_bytes
 from megatron_kd.losses.logits import add_at_, owned_columns
 from megatron_kd.losses.projection import Projection
 from megatron_kd.targets import TopKTargets
@@ -49,7 +50,7 @@ def extract_top_k(
     temperature: float = 1.0,
     extra_temperatures: tuple[float, ...] = (),
     group: dist.ProcessGroup | None = None,
-    chunk_bytes: int = 64 << 20,
+    chunk_bytes: int | None = None,
 ) -> ExtractedTopK:
     """The K most likely tokens of every position, exact over all shards of the head.
 
@@ -60,14 +61,14 @@ def extract_top_k(
         hidden: [N, D], the same on every rank of the group.
         weight: [Vl, D], rows vocab_start … vocab_start + Vl − 1; rows from ``vocab_size`` on are padding.
         group: the tensor-parallel group; None for a whole head.
-        chunk_bytes: budget of the float32 logits buffer.
+        chunk_bytes: budget of the float32 logits buffer; None: that of the losses on this device.
 
     Raises:
         ValueError: top_k exceeds the vocabulary.
     """
     if top_k > vocab_size:
         raise ValueError(f"top_k {top_k} exceeds the vocabulary of {vocab_size}")
-    rows = chunk_rows(hidden.shape[0], weight.shape[0], chunk_bytes)
+    rows = chunk_rows(hidden.shape[0], weight.shape[0], chunk_bytes or default_chunk_bytes(hidden.device))
     real = max(0, min(weight.shape[0], vocab_size - vocab_start))
     head = weight[:real]
     parts = [

@@ -104,7 +104,7 @@ class Distillation:
             "sequence_parallel": self._groups.sequence_parallel,
             "mode": context.mode,
             "chunk_bytes": _bytes(self._loss.chunk_mib),
-            "gradient_bytes": None if self._loss.gradient_mib is None else _bytes(self._loss.gradient_mib),
+            "gradient_bytes": _bytes(self._loss.gradient_mib),
             "microbatches_in_flight": microbatches_in_flight(config),
             # The flag, not whether there is a main_grad: Megatron-Core's DDP always makes one, but adds to it itself.
             # Models are built without the flag, on a GPU too (the layers' kernel for it comes with apex): dW is then
@@ -132,8 +132,8 @@ class Distillation:
         return output.loss
 
 
-def _bytes(mib: float) -> int:
-    return int(mib * 2**20)
+def _bytes(mib: float | None) -> int | None:
+    return None if mib is None else int(mib * 2**20)
 
 
 def microbatches_in_flight(config: TransformerConfig) -> int:
@@ -161,5 +161,6 @@ def loss_function(context: StepContext, output: Tensor) -> tuple[Tensor, Tensor,
     The schedule divides the gradient by the unmasked tokens of the whole global batch.
     """
     assert context.output is not None, "the output processor ran"
-    tokens = torch.tensor(context.batch.num_tokens, dtype=torch.int, device=output.device)
+    # A fill, not ``torch.tensor``: that copies from the host, which would wait for the whole forward pass.
+    tokens = torch.full((), context.batch.num_tokens, dtype=torch.int, device=output.device)
     return output, tokens, TokenSums.of(context.output, context.batch, context.ce_weight).values

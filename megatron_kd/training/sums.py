@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_kd.data.batches import Batch
-from megatron_kd.losses import DivergenceOutput
+from megatron_kd.losses import DivergenceOutput, to_device
 
 FIELDS = ("total", "kd", "ce", "teacher_mass", "student_mass", "tail", "top1_agreement", "tokens", "labelled")
 
@@ -23,19 +23,22 @@ class TokenSums:
 
     @staticmethod
     def of(output: DivergenceOutput, batch: Batch, ce_weight: float) -> TokenSums:
-        """The sums of one micro batch. No host synchronisation."""
-        s = output.statistics
-        weights = batch.token_weights.to(output.loss_per_token.device, torch.float64)
-        valid = (weights != 0).to(torch.float64)
+        """The sums of one micro batch. The host reads nothing but the batch's own tensors in CPU memory."""
+        s, device = output.statistics, output.loss_per_token.device
+        unmasked = batch.token_weights != 0
+        labelled = int((unmasked & (batch.labels >= 0)).sum()) if ce_weight > 0 else 0
+        valid = to_device(unmasked, device)
+
+        def number(value: int) -> Tensor:
+            return torch.full((), value, dtype=torch.float64, device=device)
 
         def total(per_token: Tensor | None) -> Tensor:
             # Masked rows hold 0, but a mask times garbage would not be 0: select, do not multiply.
             if per_token is None:
-                return valid.new_zeros(())
-            return torch.where(weights != 0, per_token.to(torch.float64), 0.0).sum()
+                return number(0)
+            return torch.where(valid, per_token.to(torch.float64), 0.0).sum()
 
         kd = s.kd_per_token if s.kd_per_token is not None else output.loss_per_token
-        labelled = (batch.labels >= 0).to(valid.device) & (weights != 0)
         return TokenSums(
             torch.stack(
                 [
@@ -46,8 +49,8 @@ class TokenSums:
                     total(s.student_mass),
                     total(s.tail),
                     total(s.top1_agreement),
-                    valid.sum(),
-                    labelled.sum().to(torch.float64) if ce_weight > 0 else valid.new_zeros(()),
+                    number(int(unmasked.sum())),
+                    number(labelled),
                 ]
             )
         )

@@ -72,6 +72,49 @@ def test_backward_twice_gives_the_same_gradient_or_raises(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["topk", "full"])
+@pytest.mark.parametrize(("name", "mode"), [m for m in METHODS if m[0] != "dense"])
+def test_a_second_derivative_is_refused(name: str, mode: str, kind: str) -> None:
+    """Not a constant, as torch's own once_differentiable makes it under an upstream of 1."""
+    case = make_case()
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    loss = call(case, name, hidden, weight, kind, mode=mode).loss
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        (gradient.square().sum() + hidden.sum()).backward()
+
+
+@pytest.mark.parametrize("argument", ["ids", "logprobs", "tail_logmass", "token_weights", "labels", "teacher_hidden"])
+def test_what_recompute_reads_again_must_not_have_changed(argument: str) -> None:
+    case = make_case()
+    kind = "full" if argument == "teacher_hidden" else "topk"
+    hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+    out = call(case, "fused", hidden, weight, kind, mode="recompute", labels=case.labels, ce_weight=0.5)
+    getattr(case if hasattr(case, argument) else case.targets, argument).zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.loss.backward()
+
+
+@pytest.mark.parametrize("kind", ["topk", "full"])
+def test_a_teacher_of_an_inference_mode(kind: str) -> None:
+    case = make_case()
+    _, _, dh, dw = oracle_run(case, kind)
+    with torch.inference_mode():
+        t = case.targets
+        targets = TopKTargets(t.ids.clone(), t.logprobs.clone(), t.tail_logmass.clone(), t.temperature)
+        case = replace(
+            case,
+            targets=targets,
+            teacher_hidden=case.teacher_hidden.clone(),
+            teacher_weight=case.teacher_weight.clone(),
+            token_weights=case.token_weights.clone(),
+        )
+    for mode in ("single_pass", "recompute"):
+        hidden, weight = case.hidden.clone().requires_grad_(), case.weight.clone().requires_grad_()
+        call(case, "fused", hidden, weight, kind, mode=mode).loss.backward()
+        torch.testing.assert_close((hidden.grad, weight.grad), (dh, dw))
+
+
+@pytest.mark.parametrize("kind", ["topk", "full"])
 def test_every_mode_and_requires_grad(kind: str) -> None:
     """Exactly the gradients that are required come back, and they are right, in every mode."""
     case = make_case(masked=(2,))

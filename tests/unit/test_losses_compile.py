@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -80,6 +81,50 @@ def test_another_mask_does_not_compile_again() -> None:
         eager = run(case.hidden.clone().requires_grad_(), *given)
         torch.testing.assert_close(compiled(case.hidden.clone().requires_grad_(), *given), eager)
     assert counter.frame_count == 1
+
+
+def test_any_number_of_tokens_is_compiled_once() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def run(hidden: Tensor, weight: Tensor, ids: Tensor, logprobs: Tensor, tail: Tensor, weights: Tensor) -> Tensor:
+        targets = TopKTargets(ids, logprobs, tail, 1.0)
+        return linear_topk_divergence(hidden, weight, targets, weights, vocab_size=24).loss
+
+    compiled = torch.compile(run, fullgraph=True, backend=counter, dynamic=True)
+    counts = []
+    for tokens in (11, 5, 13, 2, 8):
+        case = make_case(tokens=tokens)
+        t = case.targets
+        hidden, again = (case.hidden.clone().requires_grad_() for _ in range(2))
+        given = (case.weight.requires_grad_(), t.ids, t.logprobs, t.tail_logmass, case.token_weights)
+        run(hidden, *given).backward()
+        compiled(again, *given).backward()
+        torch.testing.assert_close(again.grad, hidden.grad)
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[0]
+
+
+@pytest.mark.parametrize("mode", ["single_pass", "recompute"])
+def test_a_16_bit_gradient_is_scaled_by_the_whole_upstream(mode: str) -> None:
+    """1/7 rounded to bfloat16 is off by 0.2 %, a loss scale of 2^17 is infinite in float16."""
+    for dtype, upstream in ((torch.bfloat16, 1 / 7), (torch.float16, 2.0**17)):
+        case = make_case()
+        case = replace(
+            case, hidden=case.hidden.to(dtype), weight=case.weight.to(dtype), token_weights=case.token_weights * 1e-3
+        )
+        torch._dynamo.reset()
+        run = step(case, "topk", mode=mode)
+
+        def scaled(hidden: Tensor, weight: Tensor, run: Step = run, by: float = upstream) -> tuple[Tensor, ...]:
+            loss, *others = run(hidden, weight)
+            return loss * by, *others
+
+        compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+        got, expected = results(compiled, case), results(scaled, case)
+        for a, b in zip(got, expected, strict=True):
+            assert a is not None and b is not None and b.isfinite().all()
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
 
 
 def test_a_wrong_id_is_refused_in_a_compiled_step_too() -> None:

@@ -243,6 +243,7 @@ def test_the_callers_tensors_are_left_alone(name: str, mode: str) -> None:
         ({"ce_weight": 0.5}, "no labels"),
         ({"ce_weight": 1.5}, "ce_weight must lie in"),
         ({"logit_softcap": 0.0}, "logit_softcap must be positive"),
+        ({"logit_softcap": float("inf")}, "logit_softcap must be positive and finite"),
         ({"vocab_size": 28}, "must hold the whole vocabulary"),
         ({"vocab_start": 2}, "must hold the whole vocabulary"),
         ({"chunk_bytes": -1}, "chunk_bytes must be positive"),
@@ -252,11 +253,18 @@ def test_the_callers_tensors_are_left_alone(name: str, mode: str) -> None:
         ({"token_weights": torch.ones(6)}, r"token_weights has shape \(6,\).*need \(7,\)"),
         ({"token_weights": torch.ones(1, 7)}, "sequence first"),
         ({"labels": torch.zeros(3, dtype=torch.int64), "ce_weight": 0.1}, r"labels has shape \(3,\)"),
+        ({"labels": torch.zeros(7), "ce_weight": 0.1}, r"labels must be token ids.*not torch.float32"),
+        ({"labels": torch.zeros(7, dtype=torch.bool), "ce_weight": 0.1}, r"labels must be token ids.*not torch.bool"),
+        ({"token_weights": torch.ones(7, dtype=torch.complex64)}, "token_weights must be real numbers"),
+        ({"hidden": torch.ones(7, 5, dtype=torch.int64)}, "hidden must be floating point, not torch.int64"),
         ({"hidden": torch.ones(7, 4)}, r"hidden must be \[N, 5\]"),
         ({"weight": torch.ones(5)}, "weight must be"),
     ],
 )
-def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_bad_arguments_are_refused(name: str, change: dict[str, Any], message: str) -> None:
+    if "main_grad_accumulation" in change:
+        name = "fused"  # the references return the gradient of the head
     case = make_case()
     call: dict[str, Any] = {
         "hidden": case.hidden.requires_grad_(),
@@ -266,7 +274,32 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         "vocab_size": 24,
     }
     with pytest.raises(ValueError, match=message):
-        linear_topk_divergence(**(call | change))
+        IMPLEMENTATIONS[name].topk(**(call | change))
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_temperature_that_is_none_is_refused(temperature: float) -> None:
+    case = make_case()
+    t = case.targets
+    with pytest.raises(ValueError, match=f"temperature must be positive and finite, not {temperature}"):
+        TopKTargets(t.ids, t.logprobs, t.tail_logmass, temperature)
+    teacher = (case.teacher_hidden, case.teacher_weight)
+    with pytest.raises(ValueError, match=f"temperature must be positive and finite, not {temperature}"):
+        linear_full_divergence(
+            case.hidden, case.weight, *teacher, case.token_weights, temperature=temperature, vocab_size=24
+        )
+
+
+@pytest.mark.parametrize("name", list(IMPLEMENTATIONS))
+def test_the_teacher_is_a_constant(name: str) -> None:
+    case = make_case()
+    t = case.targets
+    logprobs = t.logprobs.clone().requires_grad_()
+    targets = TopKTargets(t.ids, logprobs, t.tail_logmass, t.temperature)
+    hidden = case.hidden.clone().requires_grad_()
+    out = IMPLEMENTATIONS[name].topk(hidden, case.weight, targets, case.token_weights, vocab_size=24)
+    out.loss.backward()
+    assert logprobs.grad is None and hidden.grad is not None
 
 
 def test_targets_on_another_device_are_refused() -> None:

@@ -48,6 +48,28 @@ def test_full_agrees_with_the_oracle(name: str, mode: str, divergence: str) -> N
             assert_agrees(run, oracle_run(case, "full", upstream=0.25, **kw))
 
 
+@pytest.mark.parametrize("temperature", [0.05, 0.2, 10.0, 50.0])
+@pytest.mark.parametrize("kind", ["topk", "full"])
+@pytest.mark.parametrize(("name", "mode"), ALL_METHODS)
+def test_cross_entropy_beside_a_temperature_far_from_one(name: str, mode: str, kind: str, temperature: float) -> None:
+    """Neither exponential is a power of the other that has underflown: at T < 1 exp(z), at T > 1 exp(T·z)."""
+    case = make_case(temperature=temperature, masked=(2,), dtype=torch.float32)
+    kw: dict[str, Any] = {"ce_weight": 0.999, "divergence": "tvd"}
+    assert_agrees(run_case(case, name, mode, kind, **kw), oracle_run(case, kind, **kw), atol=1e-4)
+
+
+@pytest.mark.parametrize("beta", [1e-8, 1e-4, 1 - 1e-4, 1 - 1e-8])
+@pytest.mark.parametrize("kind", ["topk", "full"])
+@pytest.mark.parametrize("mode", ["single_pass", "recompute"])
+def test_jsd_near_its_limits(mode: str, kind: str, beta: float) -> None:
+    """Its gradient in float32, in proportion to itself: 1e-8 of that of the forward KL at the first β."""
+    case = make_case(dtype=torch.float32)
+    run = run_case(case, "fused", mode, kind, divergence="jsd", beta=beta)
+    _, _, *expected = oracle_run(case, kind, divergence="jsd", beta=beta)
+    for got, right in zip((run.hidden_gradient, run.weight_gradient), expected, strict=True):
+        assert (got.double() - right).abs().max() < 1e-4 * right.abs().max()
+
+
 def test_every_defined_combination_is_offered_and_no_other() -> None:
     assert sorted((d, t) for t, tail in TAILS.items() for d in tail.divergences) == sorted(COMBINATIONS)
 
