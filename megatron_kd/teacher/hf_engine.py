@@ -43,7 +43,8 @@ class HFTeacher:
         """
         _check_layout(recipe)
         self._teacher = recipe.teacher
-        self._chunk_bytes = int(recipe.loss.chunk_mib * 2**20)
+        chunk_mib = recipe.loss.chunk_mib
+        self._chunk_bytes = None if chunk_mib is None else int(chunk_mib * 2**20)
         self._precision = recipe.teacher.hf.dtype or recipe.training.precision
         self._loaded: LoadedModel = load_model(recipe.teacher.model.hf, self._precision, recipe.teacher.hf.device_map)
         with fail_together(f"checking {self._loaded.path}"):  # one rank alone may run out of memory
@@ -140,7 +141,9 @@ class Head:
             weight = torch.cat((weight, pad(bias[:, None], (0, self._columns - 1))), dim=1)
         self.weight: Tensor = weight.detach()
 
-    def top_k(self, hidden: Tensor, top_k: int, temperatures: tuple[float, ...], chunk_bytes: int) -> ExtractedTopK:
+    def top_k(
+        self, hidden: Tensor, top_k: int, temperatures: tuple[float, ...], chunk_bytes: int | None
+    ) -> ExtractedTopK:
         """``extract_top_k`` of the model's logits, hidden [N, D]. The first temperature is that of the targets."""
         if self._columns:
             hidden = pad(pad(hidden, (0, 1), value=1.0), (0, self._columns - 1))
