@@ -69,15 +69,15 @@ def row_drift(a: Row, b: Row, dtype_a: str = "float32", dtype_b: str = "float32"
         _outcomes(row, k, slot, index, length) for row, slot, index in zip((a, b), slots, chosen, strict=True)
     )
     with np.errstate(divide="ignore", invalid="ignore"):
-        # An outcome that a holds impossible adds nothing, whatever b says of it.
-        terms = np.where(pa > 0, pa * (la - lb), 0.0)
+        terms = pa * (la - lb)
+        # A rest that a holds impossible adds nothing, whatever b says of it.
         rest = np.where(rest_a > 0, rest_a * (np.log(rest_a) - np.log(rest_b)), 0.0)
-        difference = np.where(la == lb, 0.0, lb - la)
+        difference = lb - la
         sum_a = np.bincount(position, pa, length) + rest_a
         sum_b = np.bincount(position, pb, length) + rest_b
         kl = (np.bincount(position, terms, length) + rest) / sum_a + np.log(sum_b) - np.log(sum_a)
         rounding = -ROUNDING[dtype_a] * la - ROUNDING[dtype_b] * lb
-        beyond = np.maximum(np.abs(difference) - np.where(difference == 0, 0.0, rounding), 0.0)
+        beyond = np.maximum(np.abs(difference) - rounding, 0.0)
     counts = [np.bincount(slot_position, minlength=length) for slot_position, _, _ in slots]
     return RowDrift(
         kl=np.maximum(kl, 0.0),
@@ -93,8 +93,8 @@ _Slots = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]
 
 
 def _slots(row: Row, k: int) -> _Slots:
-    """Position, id and log-probability of every used one of the first k slots."""
-    used = row.ids[:, :k] >= 0
+    """Position, id and log-probability of the first k slots, but for those that are unused or hold no probability."""
+    used = (row.ids[:, :k] >= 0) & (row.logprobs[:, :k] > -np.inf)
     return np.nonzero(used)[0], row.ids[:, :k][used].astype("i8"), row.logprobs[:, :k][used].astype("f8")
 
 

@@ -18,6 +18,7 @@ from torch.nn.functional import pad
 from megatron_kd.config import Recipe
 from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
+from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.targets import TopKTargets
 from megatron_kd.teacher.hf_loading import LoadedModel, described_architecture, load_model
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
@@ -92,12 +93,19 @@ class HFTeacher:
         """Compares a few positions with the model's own logits.
 
         Raises:
-            CheckpointError: they differ by more than the rounding of logits to the model's dtype.
+            CheckpointError: they differ by more than the rounding of logits to the model's dtype, or the model does
+                not take tokens and give hidden states as wide as its head.
         """
         vocab, model = self._teacher.model.vocab_size, self._loaded.model
         tokens = torch.linspace(0, vocab - 1, PROBE_TOKENS, device=current_device()).long()[None]
-        targets = self._extract(tokens, vocab, (1.0,)).targets
-        own = model(input_ids=tokens, use_cache=False).logits[0].to(targets.logprobs.device, torch.float32)
+        try:
+            targets = self._extract(tokens, vocab, (1.0,)).targets
+            logits = model(input_ids=tokens, use_cache=False).logits
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self._loaded.path}: the engine hf cannot run a {model.config.model_type!r} model: {one_line(error)}"
+            ) from error
+        own = logits[0].to(targets.logprobs.device, torch.float32)
         expected = own.log_softmax(dim=-1).gather(1, targets.ids.long())
         error = (targets.logprobs - expected).abs().max().item()
         rounding = 2 * torch.finfo(self.head.weight.dtype).eps * own.abs().max().item()

@@ -71,13 +71,13 @@ def load_model(source: str | None, precision: str, device_map: str | None) -> Lo
         # GGUF weights are hashed as what they dequantise to, like those of an import.
         model = _from_pretrained(path, torch.float32 if is_gguf else _DTYPES[precision], device_map)
         hashes = ["", ""]
-        if (
-            not dist.is_initialized() or dist.get_rank() == 0
-        ):  # for all: large weights would be read once more by every rank
+        # By one rank for all: reading large weights once more on every rank would take its time.
+        if not dist.is_initialized() or dist.get_rank() == 0:
             weights = _ModelWeights(path, model) if is_gguf else SafetensorsFolder(path)
             hashes = [weights_sha256(weights), _sha256_of_file(path) if is_gguf else _config_sha256(weights.config())]
-        for parameter in model.parameters():  # not the buffers: rotary frequencies stay in float32
-            parameter.data = parameter.data.to(_DTYPES[precision]) if is_gguf else parameter.data
+        if is_gguf:
+            for parameter in model.parameters():  # not the buffers: rotary frequencies stay in float32
+                parameter.data = parameter.data.to(_DTYPES[precision])
         model.requires_grad_(False)
         model.eval()
     if dist.is_initialized():

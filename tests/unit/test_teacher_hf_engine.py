@@ -153,6 +153,7 @@ def test_sixteen_bits_stay_near(tmp_path: Path) -> None:
     [
         ("gemma2", {"head_dim": 6, "final_logit_softcapping": 5.0}, "soft-caps its logits (final_logit_softcapping 5"),
         ("bert", {"is_decoder": True}, "'bert' model are not its last hidden states times its output head"),
+        ("electra", {"is_decoder": True, "embedding_size": 16}, "the engine hf cannot run a 'electra' model"),
         ("cohere", {"logit_scale": -1.0, **ROPE}, "logit_scale -1.0, which must be a positive number"),
         ("qwen2", {"vocab_size": V + 5}, f"vocab_size {V + 5}, teacher.model 'teacher' says {V}"),
         ("qwen2", {"num_hidden_layers": 3}, "num_layers 3, teacher.model 'teacher' says 2"),
