@@ -314,6 +314,8 @@ def bench_loss(
 
     if figure is not None and not figure.parent.is_dir():
         raise ConfigError(f"--figure {figure}: there is no folder {figure.parent}")
+    if figure is not None and figure.is_dir():
+        raise ConfigError(f"--figure {figure} is a folder: name a file in it")
     quiet_libraries()
     from megatron_kd.bench.loss import bench_loss as run
     from megatron_kd.bench.settings import parse_tokens

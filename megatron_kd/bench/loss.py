@@ -21,6 +21,7 @@ from megatron_kd.bench.settings import (
     DTYPES,
     GPU_CHUNK_MIB,
     Setting,
+    check_budget,
     check_positive,
     choose_device,
     choose_setting,
@@ -104,7 +105,7 @@ def bench_loss(
         ConfigError: sizes that cannot be, an unknown dtype, no such device.
     """
     check_positive("rounds", rounds)
-    check_positive("chunk-mib", chunk_mib)
+    check_budget(chunk_mib)
     check_positive("threads", threads)
     name = choose_device(device)
     on_cpu = name == CPU_NAME

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,13 @@ def check_positive(name: str, value: float | None) -> None:
     """Raises ConfigError unless the option was left out or is above 0."""
     if value is not None and not value > 0:
         raise ConfigError(f"{name} is {value}, must be positive")
+
+
+def check_budget(chunk_mib: float | None) -> None:
+    """Raises ConfigError unless --chunk-mib was left out or is a number of bytes above 0."""
+    check_positive("chunk-mib", chunk_mib)
+    if chunk_mib is not None and not 1 <= chunk_mib * 2**20 < math.inf:
+        raise ConfigError(f"chunk-mib is {chunk_mib}, must be a finite number of MiB and at least a byte")
 
 
 def parse_tokens(tokens: int | None, sweep: str | None) -> list[int] | None:

@@ -48,14 +48,16 @@ def jsd(log_p: Tensor, log_q: Tensor, *, beta: float) -> PairTerms:
     """β·KL(p ‖ m) + (1 − β)·KL(q ‖ m), m = β·p + (1 − β)·q; u = (1 − β)·q·log(q/m).
 
     log(q/m) = −log(1 + β·(e^r − 1)), r = log p − log q, by log1p, whose error is small where p is near q or β near 0.
-    Where less than ¾ is left under the logarithm, the sum (1 − β) + β·e^r keeps the digits of a β near 1.
+    At a β near 1, where less than ¾ is left under the logarithm, the sum (1 − β) + β·e^r keeps the digits.
     """
     p, q = log_p.exp(), log_q.exp()
     neither = (p == 0) & (q == 0)
     r = torch.where(neither, 0.0, log_p - log_q)
     limited = r.clamp(max=JSD_LARGEST)
     growth = beta * torch.expm1(limited)
-    log_m_q = torch.where(growth > -0.25, torch.log1p(growth), ((1.0 - beta) + beta * limited.exp()).log())
+    log_m_q = torch.log1p(growth)
+    if beta > 0.9:
+        log_m_q = torch.where(growth > -0.25, log_m_q, ((1.0 - beta) + beta * limited.exp()).log())
     log_q_m = -torch.where(r > JSD_LARGEST, r + math.log(beta), log_m_q)
     log_p_m = torch.where(p != 0, r + log_q_m, 0.0)
     # r = ∞ (q = 0) gives ∞ − ∞ above; there log(p/m) = −log β.

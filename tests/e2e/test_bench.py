@@ -40,6 +40,7 @@ def test_text() -> None:
         (["--tokens", "32", "--sweep-tokens", "64"], ["either --tokens or --sweep-tokens"]),
         (["--top-k", "301"], ["top-k is 301", "at most vocab, 300"]),
         (["--figure", "no/such/folder/loss.png"], ["--figure no/such/folder/loss.png", "no folder no/such/folder"]),
+        (["--figure", "."], ["--figure . is a folder: name a file in it"]),
         (["--device", "tpu"], ["device is 'tpu'", "auto, cpu, cuda"]),
     ],
 )

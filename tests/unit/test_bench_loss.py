@@ -300,6 +300,8 @@ def test_sizes_come_from_a_preset() -> None:
         ({"threads": 0}, "threads is 0, must be positive"),
         ({"chunk_mib": 0.0}, "chunk-mib is 0.0, must be positive"),
         ({"chunk_mib": float("nan")}, "chunk-mib is nan, must be positive"),
+        ({"chunk_mib": float("inf")}, "chunk-mib is inf, must be a finite number of MiB and at least a byte"),
+        ({"chunk_mib": 1e-9}, "chunk-mib is 1e-09, must be a finite number of MiB and at least a byte"),
     ],
 )
 def test_impossible_settings_are_refused(changes: dict[str, object], pattern: str) -> None:
