@@ -107,12 +107,12 @@ class HFTeacher:
             ) from error
         own = logits[0].to(targets.logprobs.device, torch.float32)
         expected = own.log_softmax(dim=-1).gather(1, targets.ids.long())
-        error = (targets.logprobs - expected).abs().max().item()
+        apart = (targets.logprobs - expected).abs().max().item()
         rounding = 2 * torch.finfo(self.head.weight.dtype).eps * own.abs().max().item()
-        if not error <= 1e-3 + rounding:  # NaN fails
+        if not apart <= 1e-3 + rounding:  # NaN fails
             raise CheckpointError(
                 f"{self._loaded.path}: the logits of a {model.config.model_type!r} model are not its last hidden "
-                f"states times its output head (log-probabilities differ by {error:.2g}); the engine hf cannot run it"
+                f"states times its output head (log-probabilities differ by {apart:.2g}); the engine hf cannot run it"
             )
 
 
