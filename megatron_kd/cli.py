@@ -350,6 +350,24 @@ def cache_fidelity(
         raise typer.Exit(1)
 
 
+@cache_app.command("drift")
+def cache_drift(
+    first: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder.")],
+    second: Annotated[Path, typer.Argument(metavar="CACHE", help="Another one, captured from the same samples.")],
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows to compare, spread evenly; by default all.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure how far two captures are apart.
+
+    For two engines, precisions or versions on the same rows: KL(first ‖ second), differences of the log-probabilities,
+    agreement on the likeliest token, ids that only one has.
+    """
+    from megatron_kd.cache.drift import cache_drift as run
+
+    report = run(first, second, rows, show_progress=True)
+    print_figures(report.to_dict(), json_, report.text())
+
+
 @bench_app.command("loss")
 def bench_loss(
     tokens: Annotated[int | None, typer.Option(help="Tokens N.")] = None,

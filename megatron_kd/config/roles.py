@@ -22,6 +22,15 @@ class CaptureConfig(Section):
     """Storage of the cached log-probabilities."""
 
 
+class HFEngineConfig(Section):
+    """How the engine hf loads the teacher."""
+
+    device_map: Literal["auto", "balanced", "balanced_low_0", "sequential"] | None = None
+    """How transformers spreads the layers over the GPUs of a node; null: each rank on its own GPU."""
+    dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    """Arithmetic of the teacher; null: training.precision."""
+
+
 class TeacherConfig(Section):
     """The model that is imitated, and how its targets reach the student."""
 
@@ -29,6 +38,10 @@ class TeacherConfig(Section):
     """offline: targets come from the cache; online: the teacher runs in every training step."""
     model: ModelConfig
     """Architecture, or in a file the name of one (``configs/models/<name>.yaml``)."""
+    engine: Literal["megatron", "hf"] = "megatron"
+    """What runs the teacher in a capture: Megatron-Core on teacher.checkpoint, in the recipe's layout; or transformers
+    on model.hf, any causal language model, at tensor parallelism 1."""
+    hf: HFEngineConfig = HFEngineConfig()
     checkpoint: PathString | None = None
     """Megatron distributed checkpoint of the teacher, imported from model.hf."""
     cache: PathString | None = None
@@ -54,6 +67,16 @@ class TeacherConfig(Section):
             raise ValueError("mode offline needs the folder of a cache: set teacher.cache, or teacher.mode to online")
         if self.mode == "offline" and self.targets == "full":
             raise ValueError("mode offline has only the cached top_k: remove teacher.targets, or set mode to online")
+        if self.engine == "hf" and self.mode == "online":
+            raise ValueError(
+                "engine 'hf' only captures, it cannot run within training steps: set teacher.engine to 'megatron', or "
+                "teacher.mode to offline"
+            )
+        if self.engine != "hf" and self.hf != HFEngineConfig():
+            raise ValueError(
+                f"hf is set, but engine is {self.engine!r}, which does not read it: set teacher.engine to 'hf', or "
+                "remove teacher.hf"
+            )
         if self.top_k > self.model.vocab_size:
             raise ValueError(
                 f"top_k {self.top_k} is more than the vocabulary of {self.model.vocab_size}: lower teacher.top_k"

@@ -7,6 +7,7 @@ at any moment and started again, in whatever layout, does only what is missing.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,11 @@ from megatron_kd.errors import CacheError, ConfigError, DataError
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import Advance, progress
-from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.teacher.engine import TeacherEngine, open_teacher
 from megatron_kd.versions import installed_versions
 
 SHARD_TOKENS = 2 * 2**20  # about half a gigabyte at K = 100
+ENGINE_PACKAGES = {"megatron": "megatron-core", "hf": "transformers"}
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,9 @@ def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) ->
         teacher=teacher,
         tokenizer=samples.tokenizer_identity,
         corpus={"content": samples.manifest["content"], "samples": samples.manifest["samples"]},
-        library_versions=installed_versions("megatron-kd", "torch", "megatron-core", "numcodecs", "numpy"),
+        library_versions=installed_versions(
+            "megatron-kd", "torch", ENGINE_PACKAGES[recipe.teacher.engine], "numcodecs", "numpy"
+        ),
     )
     return manifest, table
 
@@ -101,7 +105,7 @@ def capture(recipe: Recipe, *, show_progress: bool = True) -> CaptureReport:
     with fail_together("opening the samples"):
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)
-    teacher = MegatronTeacher(recipe, groups)
+    teacher = open_teacher(recipe, groups)
     with fail_together(f"creating the cache {path}"):
         manifest, table = manifest_for(recipe, samples, teacher.identity())
         cache = create_cache(path, manifest, table)
@@ -133,42 +137,53 @@ def capture(recipe: Recipe, *, show_progress: bool = True) -> CaptureReport:
 
 def _score(
     recipe: Recipe,
-    teacher: MegatronTeacher,
+    teacher: TeacherEngine,
     samples: SampleSet,
     ids: range,
     groups: ParallelGroups,
     advance: Advance,
     together: int,
 ) -> list[Row]:
-    """The rows of one shard, scored in micro batches; [s·b] sequence-first targets are turned back into rows."""
+    """The rows of one shard, scored in micro batches."""
     rows: list[Row] = []
     step = recipe.teacher.capture.micro_batch_size
     for begin in range(ids.start, ids.stop, step):
         batch_ids = range(begin, min(begin + step, ids.stop))
-        batch = samples.rows(batch_ids)
-        b, s = batch.tokens.shape
-        extracted = teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
-        k = extracted.targets.top_k
-        token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
-        logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
-        tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
-        extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
-        for i, sample in enumerate(batch_ids):
-            rows.append(
-                Row(
-                    sample_id=sample,
-                    tokens=batch.tokens[i],
-                    loss_mask=batch.loss_mask[i],
-                    document_offsets=batch.document_offsets[i],
-                    ids=np.ascontiguousarray(token_ids[:, i]),
-                    logprobs=np.minimum(logprobs[:, i], 0.0).astype(_numpy_dtype(recipe.teacher.capture.value_dtype)),
-                    tail_logmass=np.minimum(tails[:, i], 0.0),
-                    log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
-                    tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
-                )
-            )
+        rows += score_rows(teacher, samples, batch_ids, _numpy_dtype(recipe.teacher.capture.value_dtype))
         advance(len(batch_ids) * together)
     return rows
+
+
+def score_rows(
+    teacher: TeacherEngine, samples: SampleSet, ids: Sequence[int], dtype: type[np.floating[Any]]
+) -> list[Row]:
+    """Some samples as rows of a cache, scored in one forward pass. Collective over the tensor-parallel group.
+
+    Args:
+        dtype: of the log-probabilities, float16 or float32.
+    """
+    batch = samples.rows(ids)
+    b, s = batch.tokens.shape
+    extracted = teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+    k = extracted.targets.top_k
+    token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
+    logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
+    tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
+    extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
+    return [
+        Row(
+            sample_id=sample,
+            tokens=batch.tokens[i],
+            loss_mask=batch.loss_mask[i],
+            document_offsets=batch.document_offsets[i],
+            ids=np.ascontiguousarray(token_ids[:, i]),
+            logprobs=np.minimum(logprobs[:, i], 0.0).astype(dtype),
+            tail_logmass=np.minimum(tails[:, i], 0.0),
+            log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
+            tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
+        )
+        for i, sample in enumerate(ids)
+    ]
 
 
 def _numpy_dtype(value_dtype: str) -> type[np.floating[Any]]:

@@ -24,6 +24,7 @@ from tests.warm import start, warm
 FP16_HALF_STEP = 2.0**-11
 """Relative error of rounding to float16."""
 TOP_K = 20
+HF = ["teacher.engine=hf", "teacher.checkpoint=null"]
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +67,12 @@ def test_values_are_those_of_hugging_face_in_float64(road: Path) -> None:
         (2, []),
         (2, ["parallelism.tensor_model_parallel_size=2", "parallelism.sequence_parallel=true"]),
         (1, ["teacher.capture.micro_batch_size=5", "teacher.capture.rows_per_shard=7"]),
+        (1, [*HF, "teacher.capture.micro_batch_size=5"]),
+        (2, HF),
     ],
-    ids=["dp2", "tp2_sp", "other_batches"],
+    ids=["dp2", "tp2_sp", "other_batches", "hf", "hf_dp2"],
 )
-def test_every_layout_captures_the_same(road: Path, tmp_path: Path, ranks: int, layout: list[str]) -> None:
+def test_every_layout_and_engine_captures_the_same(road: Path, tmp_path: Path, ranks: int, layout: list[str]) -> None:
     cache = tmp_path / "cache"
     overrides = [f"teacher.cache={cache}", f"cluster.gpus_per_node={ranks}", *layout]
     first, *others = start("capture", road / "recipe.yaml", *overrides, "--json", ranks=ranks).wait()
@@ -91,8 +94,13 @@ def test_every_layout_captures_the_same(road: Path, tmp_path: Path, ranks: int, 
     assert swapped <= 60 * 48 * TOP_K * 0.001
 
 
-def test_killed_at_random_moments_it_resumes(road: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [[], HF], ids=["megatron", "hf"])
+def test_killed_at_random_moments_it_resumes(road: Path, tmp_path: Path, engine: list[str]) -> None:
     """SIGKILL of a two-rank job: shards that were committed stay as they are, byte for byte and inode for inode."""
+    undisturbed = road / "cache"
+    if engine:
+        undisturbed = tmp_path / "undisturbed"
+        succeed(warm("capture", road / "recipe.yaml", f"teacher.cache={undisturbed}", *engine))
     cache, seed = tmp_path / "cache", random.randrange(2**32)
     chance = random.Random(seed)
     arguments: list[str | Path] = [
@@ -101,7 +109,7 @@ def test_killed_at_random_moments_it_resumes(road: Path, tmp_path: Path) -> None
         f"teacher.cache={cache}",
         "teacher.capture.rows_per_shard=2",
     ]
-    arguments += ["cluster.gpus_per_node=2", "--json"]
+    arguments += ["cluster.gpus_per_node=2", *engine, "--json"]
     kills_midway = 0
     done: set[str] = set()
     for _ in range(12):
@@ -134,7 +142,7 @@ def test_killed_at_random_moments_it_resumes(road: Path, tmp_path: Path) -> None
     after = _identities(cache)
     assert {name: after[name] for name in before} == before
     assert verify(cache, "deep").ok
-    for ours, theirs in zip(rows_of(cache), rows_of(road / "cache"), strict=True):
+    for ours, theirs in zip(rows_of(cache), rows_of(undisturbed), strict=True):
         np.testing.assert_array_equal(ours.ids, theirs.ids)
         np.testing.assert_array_equal(ours.logprobs, theirs.logprobs)
         np.testing.assert_array_equal(ours.tail_logmass, theirs.tail_logmass)
@@ -142,6 +150,43 @@ def test_killed_at_random_moments_it_resumes(road: Path, tmp_path: Path) -> None
     again, *_ = start(*arguments, ranks=2).wait()
     assert json.loads(succeed(again).stdout)["rows_captured"] == 0
     assert _identities(cache) == after
+
+
+def test_the_drift_between_the_engines(road: Path, tmp_path: Path) -> None:
+    """An hf cache is another one than a Megatron cache, hardly differs from it, and trains as well."""
+    recipe, cache = road / "recipe.yaml", tmp_path / "cache"
+    done = warm("capture", recipe, *HF)
+    one_error_line(done, str(road / "cache"), "its teacher.engine is 'megatron', this run needs 'hf'")
+    succeed(warm("capture", recipe, f"teacher.cache={cache}", *HF))
+    drift = json.loads(succeed(warm("cache", "drift", road / "cache", cache, "--json")).stdout)
+    assert (drift["rows"], drift["positions"]) == (60, 60 * 48)
+    assert drift["logprob_max_beyond_rounding"] < 1e-4
+    assert drift["kl_max"] < 1e-5 and drift["top1_agreement"] > 0.999 and drift["ids_differing_max"] <= 1
+    assert "engine: 'megatron', 'hf'" in drift["teachers_differ_in"]
+    succeed(warm("capture", recipe, f"teacher.cache={tmp_path / 'bf16'}", *HF, "teacher.hf.dtype=bf16"))
+    coarse = warm("cache", "drift", cache, tmp_path / "bf16", "--rows", "7", "--json")
+    assert "7/7 rows" in coarse.stderr
+    rounded = json.loads(succeed(coarse).stdout)
+    # The 8 bits of bfloat16 move log-probabilities by more than their storage, and every figure shows it.
+    assert 1e-3 < rounded["logprob_mean"] < 0.1 and rounded["logprob_max_beyond_rounding"] > 10 * FP16_HALF_STEP
+    assert 1e-6 < rounded["kl_mean"] < 0.01 and 0.8 < rounded["top1_agreement"] < 1
+    assert 0 < rounded["ids_differing_mean"] < 4
+    assert "kl_max" in succeed(warm("cache", "drift", cache, cache)).stdout
+    one_error_line(warm("cache", "drift", cache, road / "samples"), "is not a cache")
+    report = warm("train", recipe, f"teacher.cache={cache}", f"run_dir={tmp_path}", "training.train_iters=3", "--json")
+    assert json.loads(succeed(report).stdout)["finished"]
+
+
+def test_the_hf_engine_does_not_split(road: Path, tmp_path: Path) -> None:
+    arguments = [
+        "parallelism.tensor_model_parallel_size=2",
+        "cluster.gpus_per_node=2",
+        f"teacher.cache={tmp_path / 'x'}",
+    ]
+    for done in start("capture", road / "recipe.yaml", *HF, *arguments, ranks=2).wait():
+        assert done.returncode == 2 and "Traceback" not in done.stderr
+        assert "tensor_model_parallel_size 1, not 2: capture with it set to 1" in done.stderr
+    assert not (tmp_path / "x").exists()
 
 
 def _commits(cache: Path) -> set[str]:

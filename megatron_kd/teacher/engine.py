@@ -1,0 +1,53 @@
+"""What a capture needs of a teacher, whatever runs it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megatron_kd.config import Recipe
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.teacher.topk import ExtractedTopK
+
+
+class TeacherEngine(Protocol):
+    """A frozen teacher that answers for whole rows.
+
+    A row is one sequence: positions 0 … s − 1, each seeing all before it, whatever documents the row is packed from.
+    Every engine answers this same question, so that their caches can be compared.
+    """
+
+    def identity(self) -> dict[str, Any]:
+        """What decides this teacher's answers, as JSON values: name, weights, architecture, engine, dtype.
+
+        It is part of the identity of every cache the engine writes; the parallel layout is not.
+        """
+        ...
+
+    def top_k(self, tokens: Tensor) -> ExtractedTopK:
+        """The top-K targets of every position at the recipe's temperatures. Collective over the tensor-parallel group.
+
+        Args:
+            tokens: int64 [b, s] on the current device, the same on every rank of the group.
+
+        Returns:
+            Targets [N] = [s·b], sequence first, the same on every rank of the group.
+        """
+        ...
+
+
+def open_teacher(recipe: Recipe, groups: ParallelGroups) -> TeacherEngine:
+    """Loads the teacher with the engine that ``teacher.engine`` names. Collective over all ranks.
+
+    Raises:
+        ConfigError: the recipe names no weights, or the engine cannot run in this layout.
+        CheckpointError: the weights are missing, damaged or of another model.
+    """
+    if recipe.teacher.engine == "hf":
+        from megatron_kd.teacher.hf_engine import HFTeacher  # transformers takes seconds to import
+
+        return HFTeacher(recipe)
+    from megatron_kd.teacher.megatron_engine import MegatronTeacher
+
+    return MegatronTeacher(recipe, groups)
