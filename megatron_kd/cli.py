@@ -32,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 convert_app = typer.Typer(help="Convert Hugging Face weights.", no_args_is_help=True, rich_markup_mode=None)
-cache_app = typer.Typer(help="Inspect and verify a teacher cache.", no_args_is_help=True, rich_markup_mode=None)
+cache_app = typer.Typer(help="Look into, check, compare and import teacher caches.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(convert_app, name="convert")
 app.add_typer(cache_app, name="cache")
 bench_app = typer.Typer(help="Measure this machine.", no_args_is_help=True)
