@@ -1,0 +1,72 @@
+"""``megatron-kd bench …``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_kd.cli.options import (
+    Json,
+    bench_app,
+)
+from megatron_kd.console import print_figures, quiet_libraries
+
+
+@bench_app.command("loss")
+def bench_loss(
+    tokens: Annotated[int | None, typer.Option(help="Tokens N.")] = None,
+    sweep_tokens: Annotated[str | None, typer.Option(help="Several numbers of tokens: 1024,2048,4096")] = None,
+    hidden: Annotated[int | None, typer.Option(help="Hidden size D.")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Vocabulary V.")] = None,
+    top_k: Annotated[int | None, typer.Option(help="Cached tokens K.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="fp32 or bf16")] = None,
+    published: Annotated[
+        bool, typer.Option("--published", help="Take the sizes of the published figures for what is not given.")
+    ] = False,
+    chunk_mib: Annotated[
+        float | None, typer.Option(help="Budget of the chunk buffers in MiB; 64 on a CPU, 1536 on a GPU.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda or auto")] = "auto",
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds after the warm-up.")] = 7,
+    figure: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure the losses beside three bare GEMMs.
+
+    Time, counted peak bytes and FLOPs of every implementation and mode and of the peers that are installed. Without
+    sizes: on a CPU 4096 tokens, hidden 512, vocabulary 32768, top 100, fp32; on a GPU the sizes of the published
+    figures (8K to 256K tokens, hidden 4096, vocabulary 128256, top 100, bf16), which are then printed beside them.
+    """
+    from megatron_kd.errors import ConfigError
+
+    if figure is not None and not figure.parent.is_dir():
+        raise ConfigError(f"--figure {figure}: there is no folder {figure.parent}")
+    if figure is not None and figure.is_dir():
+        raise ConfigError(f"--figure {figure} is a folder: name a file in it")
+    quiet_libraries()
+    from megatron_kd.bench.loss import bench_loss as run
+    from megatron_kd.bench.settings import parse_tokens
+
+    report = run(
+        tokens=parse_tokens(tokens, sweep_tokens),
+        hidden=hidden,
+        vocab=vocab,
+        top_k=top_k,
+        dtype=dtype,
+        published=published,
+        chunk_mib=chunk_mib,
+        device=device,
+        threads=threads,
+        rounds=rounds,
+    )
+    for note in report.notes:
+        typer.echo(f"note: {note}", err=True)
+    print_figures(report.to_json(), json_, report.text())
+    if figure is not None and report.results:
+        from megatron_kd.bench.figure import draw_loss_benchmark
+        from megatron_kd.files import write_atomic
+
+        write_atomic(figure, draw_loss_benchmark(report.results))

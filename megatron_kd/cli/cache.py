@@ -1,0 +1,160 @@
+"""``megatron-kd cache …``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_kd.cli.options import (
+    Json,
+    Overrides,
+    RecipeArgument,
+    cache_app,
+    refuse_wrong_world,
+)
+from megatron_kd.console import is_first_rank, print_figures, quiet_libraries
+
+
+@cache_app.command("inspect")
+def cache_inspect(
+    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    json_: Json = False,
+) -> None:
+    """Say what a cache holds.
+
+    Shape, teacher, bytes per token, probability mass of the kept tokens, missing rows.
+    """
+    from megatron_kd.cache.inspect import inspect
+
+    seen = inspect(path)
+    print_figures(seen, json_, json.dumps(seen, indent=2, ensure_ascii=False))
+
+
+@cache_app.command("verify")
+def cache_verify(
+    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    level: Annotated[str, typer.Option(help="inventory, structure, crc or deep.")] = "crc",
+    json_: Json = False,
+) -> None:
+    """Check a cache for holes and damage.
+
+    Exits with status 1 where anything is wrong. Each level includes the ones before it: inventory (files and sizes),
+    structure (metadata and indices), crc (checksums), deep (every row decoded).
+    """
+    from typing import get_args
+
+    from megatron_kd.cache.verify import Level, verify
+    from megatron_kd.errors import ConfigError
+
+    if level not in get_args(Level):
+        raise ConfigError(f"--level is {level!r}, must be one of {', '.join(get_args(Level))}")
+    report = verify(path, level, show_progress=True)  # type: ignore[arg-type]
+    text = "\n".join(report.problems) if report.problems else f"{path}: no problem found at level {level}"
+    print_figures(report.to_dict(), json_, text)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@cache_app.command("import")
+def cache_import(
+    format_: Annotated[str, typer.Argument(metavar="FORMAT", help="megatron-lm or distillkit.")],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The folder that the other system wrote.")],
+    samples: Annotated[Path, typer.Option(help="The samples that were scored: data.samples of a recipe.")],
+    cache: Annotated[Path, typer.Option(help="The cache to fill: teacher.cache of a recipe.")],
+    teacher: Annotated[str, typer.Option(help="The teacher's name, for the record.")] = "unknown",
+    vocab_size: Annotated[int | None, typer.Option(help="Of the teacher; by default that of the samples.")] = None,
+    rows_per_shard: Annotated[int | None, typer.Option(help="By default about two million tokens a shard.")] = None,
+    trust_order: Annotated[
+        bool, typer.Option("--trust-order", help="Rows without tokens were scored in the order of the samples.")
+    ] = False,
+    first_iteration: Annotated[int, typer.Option(help="megatron-lm: the iteration that saw sample 0.")] = 0,
+    json_: Json = False,
+) -> None:
+    """Fill a cache from another system's.
+
+    Reads the tars of Megatron-LM's offline distillation (both layouts) and DistillKit's compressed Parquet. Started
+    again, it does only what is missing.
+    """
+    from megatron_kd.errors import ConfigError
+
+    if rows_per_shard is not None and rows_per_shard < 1:
+        raise ConfigError(f"--rows-per-shard is {rows_per_shard}, must be at least 1")
+    quiet_libraries()
+    from megatron_kd.cache.importers import import_cache, open_source
+    from megatron_kd.data.samples import open_samples
+
+    rows = open_samples(samples)
+    size = rows.vocab_size if vocab_size is None else vocab_size
+    opened = open_source(format_, source, rows, vocab_size=size, first_iteration=first_iteration)
+    report = import_cache(
+        opened,
+        rows,
+        cache,
+        vocab_size=size,
+        teacher=teacher,
+        rows_per_shard=rows_per_shard,
+        trust_order=trust_order,
+        show_progress=True,
+    )
+    print_figures(report.to_dict(), json_, report.text())
+
+
+@cache_app.command("fidelity")
+def cache_fidelity(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    rows: Annotated[int, typer.Option(help="Rows of the held-out split to measure on.")] = 8,
+    student: Annotated[
+        Path | None, typer.Option(help="Measure the gradient on this checkpoint of the recipe's student.")
+    ] = None,
+    figure: Annotated[Path | None, typer.Option(help="Draw the result into this PNG file.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure what storing the top K loses.
+
+    KL and gradient error of the stored targets against the dense teacher, by K, value dtype and tail. Where
+    teacher.cache exists its rows are compared too; exits with status 1 where one is wrong.
+    """
+    from megatron_kd.config import load_recipe
+    from megatron_kd.errors import ConfigError
+
+    loaded = load_recipe(recipe, overrides or [])
+    refuse_wrong_world(loaded)
+    if figure is not None and not figure.parent.is_dir():
+        raise ConfigError(f"--figure {figure}: there is no folder {figure.parent}")
+    if figure is not None and figure.is_dir():
+        raise ConfigError(f"--figure {figure} is a folder: name a file in it")
+    quiet_libraries()
+    from megatron_kd.teacher.fidelity import measure_fidelity
+
+    report = measure_fidelity(loaded, rows, None if student is None else str(student))
+    found = report.to_json()
+    print_figures(found, json_, report.text())
+    if figure is not None and is_first_rank():
+        from megatron_kd.files import write_atomic
+        from megatron_kd.teacher.fidelity_figure import draw_fidelity
+
+        write_atomic(figure, draw_fidelity(found))
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@cache_app.command("drift")
+def cache_drift(
+    first: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder.")],
+    second: Annotated[Path, typer.Argument(metavar="CACHE", help="Another one, captured from the same samples.")],
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows to compare, spread evenly; by default all.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure how far two captures are apart.
+
+    For two engines, precisions or versions on the same rows: KL(first ‖ second), differences of the log-probabilities,
+    agreement on the likeliest token, ids that only one has.
+    """
+    from megatron_kd.cache.drift import cache_drift as run
+
+    report = run(first, second, rows, show_progress=True)
+    print_figures(report.to_dict(), json_, report.text())

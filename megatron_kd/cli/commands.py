@@ -1,0 +1,238 @@
+"""The commands that take a recipe from text to a trained student, and the entry point."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megatron_kd import __version__
+from megatron_kd.cli.options import Json, Overrides, RecipeArgument, app, convert_app, refuse_wrong_world
+from megatron_kd.console import (
+    describe_os_error,
+    is_first_rank,
+    leave,
+    print_figures,
+    print_json,
+    quiet_libraries,
+    say_error,
+    writing_to,
+)
+from megatron_kd.errors import KDError, LaunchError
+
+
+@app.command()
+def show(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
+    """Print the resolved recipe.
+
+    All files it extends, its own keys and the overrides, merged and checked, defaults filled in.
+    """
+    from megatron_kd.config import dump_recipe, load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    if json_:
+        print_json(loaded.model_dump(mode="json"))
+    else:
+        print(dump_recipe(loaded), end="")
+
+
+@convert_app.command("import")
+def convert_import(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    role: Annotated[str, typer.Option(help="teacher or student: which model of the recipe.")] = "teacher",
+    json_: Json = False,
+) -> None:
+    """Import Hugging Face weights.
+
+    Reads model.hf of the recipe's teacher (or student) and writes its checkpoint, once, on the CPU, for any parallel
+    layout. A checkpoint of the same model that is there already is reused.
+    """
+    from megatron_kd.config import load_recipe
+    from megatron_kd.errors import ConfigError
+
+    loaded = load_recipe(recipe, overrides or [])
+    if role not in ("teacher", "student"):
+        raise ConfigError(f"--role is {role!r}, must be teacher or student")
+    quiet_libraries()
+    from megatron_kd.models.convert import import_model
+
+    report = import_model(loaded, "teacher" if role == "teacher" else "student")
+    print_figures(
+        report.to_dict(),
+        json_,
+        f"{report.checkpoint}: {report.parameters:,} parameters{' (already there)' if report.reused else ''}",
+    )
+
+
+@app.command()
+def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
+    """Turn the corpus into rows of tokens.
+
+    Writes data.samples: packed rows of data.seq_length tokens, each with an id and a hash, split into train and
+    held-out. The same samples that are there already are reused.
+    """
+    from megatron_kd.config import load_recipe
+    from megatron_kd.errors import ConfigError
+
+    loaded = load_recipe(recipe, overrides or [])
+    data = loaded.data
+    if data.corpus is None:
+        raise ConfigError("data.corpus is not set: say what to prepare, e.g. data.corpus.format=pydoc_topics")
+    quiet_libraries()
+    from megatron_kd.data.prepare import prepare as run
+    from megatron_kd.data.tokenizer import load_tokenizer
+    from megatron_kd.models.convert import tokenizer_source
+
+    tokenizer = load_tokenizer(tokenizer_source(loaded))
+    with writing_to(data.samples):
+        samples = run(
+            corpus_format=data.corpus.format,
+            paths=data.corpus.paths,
+            text_key=data.corpus.text_key,
+            tokenizer=tokenizer,
+            seq_length=data.seq_length,
+            packing=data.packing,
+            train_tokens=data.train_tokens,
+            heldout_tokens=data.heldout_tokens,
+            out_dir=Path(data.samples),
+            seed=loaded.seed,
+        )
+    rows = {name: len(ids) for name, ids in samples.splits.items()}
+    tokens = {name: n * samples.seq_length for name, n in rows.items()}
+    text = ", ".join(f"{n} {name} rows ({tokens[name]:,} tokens)" for name, n in rows.items())
+    print_figures({"samples": str(samples.path), "rows": rows, "tokens": tokens}, json_, f"{samples.path}: {text}")
+
+
+@app.command()
+def capture(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
+    """Score all rows with the teacher, once.
+
+    Keeps the top-K log-probabilities of every position in teacher.cache. Started again, it does only what is missing.
+    """
+    from megatron_kd.config import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    refuse_wrong_world(loaded)
+    quiet_libraries()
+    from megatron_kd.teacher.capture import capture as run
+
+    report = run(loaded)
+    figures = report.to_dict()
+    print_figures(
+        figures,
+        json_,
+        f"{loaded.teacher.cache}: {report.rows} rows, {report.rows_captured} captured now "
+        f"({figures['tokens_per_s']:.0f} tokens/s), {report.bytes_per_token:.0f} bytes per token",
+    )
+
+
+@app.command()
+def train(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
+    """Train the student, or go on training.
+
+    Resumes from the newest checkpoint in run_dir. SIGTERM and SIGUSR1 end it with a checkpoint.
+    """
+    from megatron_kd.config import load_recipe
+
+    loaded = load_recipe(recipe, overrides or [])
+    refuse_wrong_world(loaded)
+    quiet_libraries()
+    from megatron_kd.training.loop import train as run
+
+    with writing_to(loaded.run_dir):
+        report = run(loaded)
+    state = "finished" if report.finished else "stopped, start it again to go on"
+    print_figures(report.to_dict(), json_, f"{report.run_dir}: iteration {report.iteration}, {state}")
+
+
+@app.command()
+def evaluate(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            metavar="RUN|RECIPE", help="A run directory (its newest checkpoint) or a recipe (its fresh student)."
+        ),
+    ],
+    overrides: Overrides = None,
+    json_: Json = False,
+) -> None:
+    """Measure a student on the held-out rows.
+
+    KD loss per token (in nats, but for tvd), perplexity and top-1 agreement with the teacher; beside them a unigram
+    model's KD loss.
+    The result is kept in the run directory, unless a run is measured otherwise than its own recipe says.
+    """
+    from megatron_kd.config import load_recipe
+    from megatron_kd.errors import ConfigError
+
+    if run.is_dir() and not (run / "recipe.yaml").exists():
+        raise ConfigError(f"{run} is no run directory: it has no recipe.yaml")
+    loaded = load_recipe(run / "recipe.yaml" if run.is_dir() else run, overrides or [])
+    refuse_wrong_world(loaded)
+    quiet_libraries()
+    from megatron_kd.training.evaluation_job import evaluate as job
+
+    of_run = run.is_dir()
+    result = job(loaded, run if of_run else None, keep=not (of_run and overrides))
+    lines = [f"{name:22} {value:.6g}" for name, value in result.items()]
+    print_figures(result, json_, "\n".join(lines))
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
+    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
+    json_: Json = False,
+) -> None:
+    """Compare runs in a table and a picture.
+
+    Loss, step time and memory of each run, and the settings in which their recipes differ.
+    """
+    from megatron_kd.report import compare as run
+
+    comparison = run(runs, out)
+    if json_:
+        print_json(comparison.to_json())
+        return
+    from rich.console import Console
+
+    console = Console()
+    console.print(comparison.table())
+    console.print(f"picture: {comparison.figure}", highlight=False, soft_wrap=True)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    print(__version__)
+
+
+def main() -> None:
+    """Entry point: one clear line and status 2 for what a user can mend, status 1 for what went wrong otherwise."""
+    try:
+        app(prog_name="megatron-kd", standalone_mode=True)
+    except SystemExit as done:
+        if not done.code and "megatron_kd.device" in sys.modules:
+            from megatron_kd.device import destroy_distributed
+
+            destroy_distributed()  # after a failure it is left alone: peers may be gone
+        raise
+    except LaunchError as error:
+        # All ranks are in the same position, so one speaks for them.
+        if is_first_rank():
+            say_error(error)
+        leave(2)
+    except KDError as error:
+        say_error(error)
+        leave(2)
+    except BrokenPipeError:
+        # The reader of our output has seen enough (``megatron-kd show … | head``).
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        leave(1)
+    except OSError as error:
+        say_error(describe_os_error(error))
+        leave(2)
