@@ -190,9 +190,8 @@ def check_per_token(name: str, tensor: Tensor, leading: tuple[int, ...], tokens:
     """Accepts [N] and the leading shape of the gathered hidden states; [b, s] for [s, b] is the usual mistake."""
     shape = tuple(tensor.shape)
     if shape != (tokens,) and shape != leading:
-        raise ValueError(
-            f"{name} has shape {shape}; the gathered hidden states need {leading} or ({tokens},), sequence first"
-        )
+        wanted = f"({tokens},)" if leading == (tokens,) else f"{tuple(leading)} or ({tokens},)"
+        raise ValueError(f"{name} has shape {shape}; the gathered hidden states need {wanted}, sequence first")
 
 
 def check_targets(
