@@ -214,7 +214,11 @@ def version() -> None:
 def main() -> None:
     """Entry point: one clear line and status 2 for what a user can mend, status 1 for what went wrong otherwise."""
     try:
-        app(prog_name="megatron-kd", standalone_mode=True)
+        try:
+            app(prog_name="megatron-kd", standalone_mode=True)
+        finally:
+            # What is still buffered would meet a reader that has gone only while Python ends, too late to be caught.
+            sys.stdout.flush()
     except SystemExit as done:
         if not done.code and "megatron_kd.device" in sys.modules:
             from megatron_kd.device import destroy_distributed

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import os
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.utils
 import torch.distributed as dist
 
 from megatron_kd.losses import IMPLEMENTATIONS, linear_topk_divergence
@@ -206,6 +208,9 @@ def test_any_layout_equals_the_oracle(world: int, plan: int) -> None:
 
 def compiled_step(rank: int, world: int) -> float:
     """A compiled step without a graph break, against the eager one."""
+    # Ranks inherit the environment of a pytest process in which the compiler may be turned off.
+    os.environ.pop("TORCHDYNAMO_DISABLE", None)
+    torch._dynamo.config.disable = False
     case = make_case(12, 5, 24, 4)
     half = slice(rank * 12, rank * 12 + 12)
 
@@ -222,6 +227,7 @@ def compiled_step(rank: int, world: int) -> float:
         loss.backward()
         found.append((loss.detach(), hidden.grad, weight.grad))
     torch.testing.assert_close(found[1], found[0])
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     return float(found[0][0])
 
 

@@ -243,8 +243,9 @@ def test_the_floor_in_slices_is_the_floor() -> None:
 
 def test_memory_is_bounded_and_the_bound_lifted() -> None:
     with bounded_host_memory(64 << 20):
+        # More than the allocator may have lying about from earlier work of this process.
         with pytest.raises(RuntimeError) as caught:
-            torch.empty(256 << 20, dtype=torch.uint8)
+            torch.empty(8 << 30, dtype=torch.uint8)
         assert is_out_of_memory(caught.value)
     assert torch.empty(256 << 20, dtype=torch.uint8).numel() == 256 << 20
 

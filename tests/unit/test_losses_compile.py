@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -15,6 +15,19 @@ from megatron_kd.losses import linear_full_divergence, linear_topk_divergence
 from megatron_kd.losses.op import Scalars, _forward
 from megatron_kd.targets import TopKTargets
 from tests.unit.test_losses_oracle import Case, make_case
+
+
+@pytest.fixture(autouse=True)
+def compiling(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Other tests, and commands, turn the compiler off for their process."""
+    monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch._dynamo.config.patch(disable=False):
+        yield
+    if "test_torch_finds" not in request.node.name:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0, "nothing was compiled"
+
 
 Step = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 
