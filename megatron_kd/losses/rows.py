@@ -5,7 +5,6 @@ c rows in a chunk, V columns, S saved floats.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_kd.losses.arguments import LossArguments
-from megatron_kd.losses.collectives import Pending
+from megatron_kd.losses.collectives import Pending, TensorParallelGroup
 from megatron_kd.losses.geometry import row_blocks
 from megatron_kd.losses.kernels import (
     CE,
@@ -84,30 +83,15 @@ class ChunkRows:
     def combine(self) -> None:
         """Takes the first exchange and starts the second, if the divergence has one."""
         if self.first is not None:
-            gathered = self.first.wait()
+            self.second = _combine(self.kernel, self.tp, self.works, self.blocks, self.first.wait())
             self.first = None
-            parts = [
-                self.kernel.combine(work, gathered[:, :, block])
-                for work, block in zip(self.works, self.blocks, strict=True)
-            ]
-            self.second = _start_second(self.tp, parts)
 
     def finish(self, scale: Tensor | None) -> RowValues:
         """Figures [6, c] and saved [S, c]; with ``scale`` [c] the logits become scale·dL/dlogits."""
         if self.tp.size == 1:
             return _joined([self._at_once(block, None if scale is None else scale[block]) for block in self.blocks])
         self.combine()
-        gathered = None if self.second is None else self.second.wait()
-        return _joined(
-            [
-                self.kernel.finish(
-                    work,
-                    None if gathered is None else gathered[:, :, block],
-                    None if scale is None else scale[block],
-                )
-                for work, block in zip(self.works, self.blocks, strict=True)
-            ]
-        )
+        return _finish(self.kernel, self.works, self.blocks, self.second, scale)
 
     def _at_once(self, block: slice, scale: Tensor | None) -> RowValues:
         work = self._begin(block)
@@ -115,9 +99,30 @@ class ChunkRows:
         return self.kernel.finish(work, None if second is None else second.unsqueeze(0), scale)
 
 
-def _start_second(tp: Any, parts: Sequence[Tensor | None]) -> Pending | None:
+def _combine(
+    kernel: RowKernel[Any, Any], tp: TensorParallelGroup, works: list[Any], blocks: list[slice], gathered: Tensor
+) -> Pending | None:
+    """Gives each block its part of the first exchange [tp, F, c]; starts the second, if the divergence has one."""
+    parts = [kernel.combine(work, gathered[:, :, block]) for work, block in zip(works, blocks, strict=True)]
     present = [part for part in parts if part is not None]
     return tp.start_stack(torch.cat(present, dim=1)) if present else None
+
+
+def _finish(
+    kernel: RowKernel[Any, Any], works: list[Any], blocks: list[slice], second: Pending | None, scale: Tensor | None
+) -> RowValues:
+    """Gives each block its part of the second exchange, once it is there, and of ``scale`` [c]."""
+    gathered = None if second is None else second.wait()
+    return _joined(
+        [
+            kernel.finish(
+                work,
+                None if gathered is None else gathered[:, :, block],
+                None if scale is None else scale[block],
+            )
+            for work, block in zip(works, blocks, strict=True)
+        ]
+    )
 
 
 def _joined(values: list[RowValues]) -> RowValues:
@@ -151,19 +156,8 @@ class TiledRows:
     def finish(self) -> RowValues:
         """As ``ChunkRows.finish`` without a gradient. One or two exchanges."""
         packed = torch.cat([work.packed for work in self.works], dim=1)
-        gathered = self.tp.stack(packed)
-        parts = [
-            self.kernel.combine(work, gathered[:, :, block])
-            for work, block in zip(self.works, self.blocks, strict=True)
-        ]
-        second = _start_second(self.tp, parts)
-        other = None if second is None else second.wait()
-        return _joined(
-            [
-                self.kernel.finish(work, None if other is None else other[:, :, block], None)
-                for work, block in zip(self.works, self.blocks, strict=True)
-            ]
-        )
+        second = _combine(self.kernel, self.tp, self.works, self.blocks, self.tp.stack(packed))
+        return _finish(self.kernel, self.works, self.blocks, second, None)
 
     def gradient(self, logits: Logits, saved: Tensor, scale: Tensor) -> None:
         """Fresh logits of a slice [c, C] → scale·dL/dlogits in place, by saved [S, c]; no communication."""

@@ -30,9 +30,6 @@ PAIR_BLOCK = 2048
 SLOTS_BLOCK = 1024
 WARPS = 8
 
-# The divergences that have a cross sum; see PairSums.
-_CROSS = ("forward_kl", "reverse_kl")
-
 
 def _checked(logits: Tensor) -> Tensor:
     """The block, or ValueError for one that the kernels cannot take."""
@@ -133,7 +130,7 @@ class TritonFull(_Block, FullPass):
     def sums(self, divergence: Divergence, with_ce: bool) -> PairSums:
         """See the protocol; the reference r is u − z at the first column."""
         logits, V = self.logits, self.logits.shape[1]
-        crosses = divergence.name in _CROSS
+        crosses = divergence.expectation != "exchanged"
         if V == 0:
             student, none = _no_sums(logits, with_ce), logits.new_zeros(logits.shape[:1])
             return PairSums(student, _no_sums(logits, False), student.highest, none, none if crosses else None)

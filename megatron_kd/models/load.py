@@ -15,7 +15,7 @@ from megatron_kd.models.vocabulary import padded_vocab_size
 from megatron_kd.progress import progress
 
 # What the recipe's architecture says, under the names of a Hugging Face configuration.
-_HF_KEYS = {
+HF_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "ffn_hidden_size": "intermediate_size",
@@ -46,7 +46,7 @@ def check_architecture(model: ModelConfig, hf: dict[str, Any]) -> None:
     if hf.get("hidden_act", "silu") != "silu":
         raise CheckpointError(f"the weights use the activation {hf['hidden_act']!r}, which this version does not build")
     hf = _with_defaults(hf)
-    seen: dict[str, Any] = {ours: hf[theirs] for ours, theirs in _HF_KEYS.items() if theirs in hf}
+    seen: dict[str, Any] = {ours: hf[theirs] for ours, theirs in HF_KEYS.items() if theirs in hf}
     rope = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
     seen["rotary_base"] = float(rope.get("rope_theta", hf.get("rope_theta", 10000.0)))
     seen["untie_embeddings_and_output_weights"] = not hf["tie_word_embeddings"]

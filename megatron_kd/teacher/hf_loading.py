@@ -18,20 +18,9 @@ from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
+from megatron_kd.models.load import HF_KEYS
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_DESCRIBED = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "vocab_size": "vocab_size",
-    "max_position_embeddings": "max_position_embeddings",
-    "layernorm_epsilon": "rms_norm_eps",
-}
-"""Fields of a recipe's model and their names in transformers, which translates them for older families."""
 _NO_FUNCTION = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
 """Keys of config.json that do not change what the weights compute."""
 
@@ -94,7 +83,7 @@ def described_architecture(model: ModelConfig, loaded: LoadedModel) -> dict[str,
         CheckpointError: the first field that differs, with both values.
     """
     config = loaded.model.config.get_text_config()
-    seen = {ours: getattr(config, theirs, None) for ours, theirs in _DESCRIBED.items()}
+    seen = {ours: getattr(config, theirs, None) for ours, theirs in HF_KEYS.items()}
     rope = getattr(config, "rope_parameters", None) or {}
     seen["rotary_base"] = rope.get("rope_theta") if isinstance(rope, dict) else None
     tied = getattr(config, "tie_word_embeddings", None)
