@@ -73,6 +73,9 @@ def reported(path: Path, doing: str) -> Iterator[None]:
 def create_cache(path: Path | str, manifest: CacheManifest, rank_table: np.ndarray) -> Cache:
     """Creates a cache, or opens the one that is there if it is the same; any number of processes may race.
 
+    The numbering of the ids is that of whoever comes first: any table decodes exactly, so a cache with another one is
+    opened with its own.
+
     Args:
         rank_table: u32 [V], from ``build_rank_table``; its hash must be the manifest's.
 
@@ -93,20 +96,31 @@ def create_cache(path: Path | str, manifest: CacheManifest, rank_table: np.ndarr
             fsync_directory(path.parent)  # the other names are synced with the files that are published below
             create_only(_rank_table_path(path, manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
             create_only(path / "cache.json", manifest.to_json())
+    return open_same_cache(path, manifest)
+
+
+def open_same_cache(path: Path | str, manifest: CacheManifest) -> Cache:
+    """Opens the cache at ``path`` if it is that of ``manifest``, whatever its rank table.
+
+    Raises:
+        CacheError: for no cache, a damaged one, or another one (named by the first field that differs).
+    """
     cache = open_cache(path)
-    difference = first_differing_field(_readable_first(cache.manifest.identity()), manifest.identity())
+    there, wanted = (_without_numbering(m.identity()) for m in (cache.manifest, manifest))
+    difference = first_differing_field(there, wanted)
     if difference:
-        name, there, wanted = difference
+        name, found, needed = difference
         raise CacheError(
-            f"{path} holds another cache: its {name} is {there!r}, this run needs {wanted!r}. "
+            f"{path} holds another cache: its {name} is {found!r}, this run needs {needed!r}. "
             "Choose another path, or remove that cache if nothing needs it."
         )
     return cache
 
 
-def _readable_first(identity: dict[str, Any]) -> dict[str, Any]:
-    # Other tokens change the rank table as well, whose hash would tell a reader nothing.
-    return {key: identity[key] for key in ("corpus", "tokenizer", "teacher", *identity)}
+def _without_numbering(identity: dict[str, Any]) -> dict[str, Any]:
+    """What two captures of one cache must agree on, that which tells a reader most first."""
+    keys = [key for key in identity if key != "rank_table_hash"]
+    return {key: identity[key] for key in ("corpus", "tokenizer", "teacher", *keys)}
 
 
 def open_cache(path: Path | str | Cache) -> Cache:

@@ -85,6 +85,16 @@ def test_another_identity_is_refused(tmp_path: Path, change: dict[str, Any], mes
     assert sorted(os.listdir(tmp_path / "c")) == before
 
 
+def test_a_cache_keeps_the_numbering_it_was_made_with(tmp_path: Path) -> None:
+    first = create_cache(tmp_path / "c", make_manifest(1, 1), rank_table())
+    write_shard(first, 0, _rows(first, 0))
+    reverse = rank_table()[::-1].copy()
+    again = create_cache(tmp_path / "c", make_manifest(1, 1, rank_table_hash=rank_table_hash(reverse)), reverse)
+    assert again.manifest == first.manifest
+    assert np.array_equal(again.rank_table, rank_table())
+    assert np.array_equal(CacheReader(again).read(0).ids, make_row(0, 30).ids)
+
+
 def test_impossible_manifests_and_tables_are_refused(tmp_path: Path) -> None:
     manifest = make_manifest(10, 3)
     for change, message in (
