@@ -43,6 +43,7 @@ class VerifyReport:
     Attributes:
         level: as asked for.
         problems: one line each: what is wrong and where; holes included.
+        damaged_shards: committed shards with a problem, ascending; to be captured anew.
         shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts.
         bytes: of the files that committed shards consist of.
         orphans: attempts and temporary files that no record names. They take space and harm nothing; those of a
@@ -51,6 +52,7 @@ class VerifyReport:
 
     level: str
     problems: list[str] = field(default_factory=list)
+    damaged_shards: list[int] = field(default_factory=list)
     shards_expected: int = 0
     shards_committed: int = 0
     rows_expected: int = 0
@@ -95,12 +97,15 @@ def verify(path: Path | str | Cache, level: Level = "structure", *, show_progres
     with progress(f"verify {level}", len(committed), unit="shards", enabled=show_progress) as advance:
         for shard in committed:
             if shard < manifest.shards:
+                before = len(report.problems)
                 record = _collect(report, read_commit, cache, shard)
                 if record is not None:
                     _verify_shard(cache, coding, record, LEVELS.index(level), report)
                     if record.attempt in named:
                         report.problems.append(f"shards {named[record.attempt]} and {shard} name one directory")
                     named[record.attempt] = shard
+                if len(report.problems) > before:
+                    report.damaged_shards.append(shard)
             advance(1)
     report.orphans = [str(orphan.relative_to(cache.path)) for orphan in _collect(report, orphans, cache) or []]
     return report
