@@ -94,6 +94,15 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
     return _Capture(recipe, samples, teacher, groups, cache, shards).run(show)
 
 
+def draw_shards(todo: list[int], most: int, chance: random.Random) -> list[int]:
+    """At most so many of the shards to do, drawn by lot.
+
+    Two jobs over the same shards then seldom meet, where two that started together and went in order would do
+    everything twice.
+    """
+    return chance.sample(todo, min(most, len(todo)))
+
+
 class _Capture:
     """The rounds of one job over its part of the shards."""
 
@@ -127,7 +136,8 @@ class _Capture:
         ):
             while not stopped:
                 still_left, shards = first_rank_tells(f"checking {self._cache.path}", self._next_round)
-                advance(left - still_left)  # another job did those
+                if still_left < left:
+                    advance(left - still_left)  # another job did those
                 if not shards:
                     break
                 stopped = self._score_round(shards, writer, stop, advance)
@@ -140,14 +150,10 @@ class _Capture:
         return first_rank_tells(f"checking {self._cache.path}", lambda: self._report(rows, seconds, stopped))
 
     def _next_round(self) -> tuple[int, list[int]]:
-        """How many rows are left that nobody has done, and the shards that this job's ranks take next.
-
-        They are drawn by lot: two jobs over the same shards then seldom meet, where two that went in order would do
-        everything twice.
-        """
+        """How many rows are left that nobody has done, and the shards that this job's ranks take next."""
         todo = [s for s in missing_shards(self._cache) if s in self._shards and s not in self._taken]
         rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in todo)
-        return rows, self._chance.sample(todo, min(self._groups.dp_size, len(todo)))
+        return rows, draw_shards(todo, self._groups.dp_size, self._chance)
 
     def _score_round(self, shards: list[int], writer: ShardWriter, stop: StopOnSignal, advance: Advance) -> bool:
         """One shard per data-parallel rank; ranks without one take part in the exchanges. Returns whether to stop."""

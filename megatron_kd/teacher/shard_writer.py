@@ -115,7 +115,7 @@ class ShardWriter:
         if self._queue is not None:
             self._queue.abandon()
             self._queue = None
-            self._writes.pop()
+            del self._writes[-1:]  # the last one is its own, unless it failed and ``check`` said so
 
     def check(self) -> None:
         """Raises what the writing thread met, such as the CacheError of a full disk. Does not wait."""
