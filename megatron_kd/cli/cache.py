@@ -37,12 +37,16 @@ def cache_inspect(
 def cache_verify(
     path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
     level: Annotated[str, typer.Option(help="inventory, structure, crc or deep.")] = "crc",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default as many as there are cores and work for them.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Check a cache for holes and damage.
 
     Exits with status 1 where anything is wrong. Each level includes the ones before it: inventory (files and sizes),
-    structure (metadata and indices), crc (checksums), deep (every row decoded).
+    structure (metadata and indices), crc (checksums), deep (every row decoded). While a capture is still running,
+    samples are missing and nothing is damaged.
     """
     from typing import get_args
 
@@ -51,9 +55,8 @@ def cache_verify(
 
     if level not in get_args(Level):
         raise ConfigError(f"--level is {level!r}, must be one of {', '.join(get_args(Level))}")
-    report = verify(path, level, show_progress=True)  # type: ignore[arg-type]
-    text = "\n".join(report.problems) if report.problems else f"{path}: no problem found at level {level}"
-    print_figures(report.to_dict(), json_, text)
+    report = verify(path, level, workers=workers, show_progress=True)  # type: ignore[arg-type]
+    print_figures(report.to_dict(), json_, f"{path}: {report.text()}")
     if not report.ok:
         raise typer.Exit(1)
 
