@@ -34,8 +34,9 @@ class Token:
         if self.text is None:
             shown = str(self.id)
         else:
-            # Part of a character has no text of its own.
-            shown = f'"{printable(self.text)}"' + (f" ({self.id})" if "\N{REPLACEMENT CHARACTER}" in self.text else "")
+            shown = '"' + printable(self.text).replace('"', '\\"') + '"'
+            if "\N{REPLACEMENT CHARACTER}" in self.text:  # part of a character has no text of its own
+                shown += f" ({self.id})"
         return shown if self.probability is None else f"{shown} {self.probability:.3f}"
 
 
