@@ -208,7 +208,7 @@ def test_weights_that_do_not_fill_the_model(tmp_path: Path) -> None:
         (["teacher.hf.device_map=auto"], ["device_map is 'auto'", "cluster.gpu is 'cpu'"]),
         (["teacher.mode=online", "teacher.targets=full"], ["engine 'hf' only captures", "teacher.mode to offline"]),
         (["teacher.engine=megatron", "teacher.hf.dtype=bf16"], ["hf is set, but engine is 'megatron'"]),
-        (["teacher.engine=h"], ["teacher.engine is 'h'", "'megatron' or 'hf'"]),
+        (["teacher.engine=h"], ["teacher.engine is 'h'", "'megatron', 'hf' or 'vllm'"]),
         (["teacher.hf.device_map=balance"], ["teacher.hf.device_map is 'balance'", "'balanced_low_0'"]),
     ],
 )
