@@ -59,6 +59,7 @@ def extract_top_k(
     vocab_start: int = 0,
     temperature: float = 1.0,
     extra_temperatures: tuple[float, ...] = (),
+    logit_softcap: float | None = None,
     group: dist.ProcessGroup | None = None,
     chunk_bytes: int | None = None,
 ) -> ExtractedTopK:
@@ -71,6 +72,7 @@ def extract_top_k(
     Args:
         hidden: [N, D], the same on every rank of the group.
         weight: [Vl, D], rows vocab_start … vocab_start + Vl − 1; rows from ``vocab_size`` on are padding.
+        logit_softcap: the teacher's logits are cap·tanh(h·Wᵀ / cap), before any temperature; None for h·Wᵀ.
         group: the tensor-parallel group; None for a whole head.
         chunk_bytes: budget of the float32 logits buffer; None: that of the losses on this device.
 
@@ -91,6 +93,8 @@ def extract_top_k(
         out = logits[: part.shape[0]]
         # Float32 whatever the inputs' dtype: rounding logits to bf16 costs whole percents.
         Projection(head, slice(0, head.shape[0]), torch.float32).logits(part, out=out[:, : head.shape[0]])
+        if logit_softcap is not None:
+            out[:, : head.shape[0]].div_(logit_softcap).tanh_().mul_(logit_softcap)
         parts += [extractor.extract(out[block]) for block in extractor.blocks(out)]
         # Padding columns hold exponentials now.
         logits[:, head.shape[0] :] = -math.inf

@@ -65,12 +65,19 @@ def layout_rank(rank: int, world: int) -> list[bool]:
     """Whether what is extracted at tensor parallelism 2 and 3 equals, bit for bit, what one rank extracts."""
     groups = {tp: dist.new_group(list(range(tp))) for tp in (2, 3)}
     same = []
-    for vocab, top_k, levels in ((768, 5, 300), (768, 300, 300), (3840, 20, 9), (3100, 7, 4000)):
+    cases = ((768, 5, 300, None), (768, 300, 300, None), (3840, 20, 9, 0.1), (3100, 7, 4000, None), (3100, 9, 999, 5.0))
+    for vocab, top_k, levels, softcap in cases:
         hidden, head = whole_numbers(11, 3840, levels, seed=vocab)
         padded = 768 if vocab == 768 else 3840  # shards of 64 columns or a multiple
         head = head[:padded] / 256
         extract = partial(
-            extract_top_k, hidden, top_k=top_k, vocab_size=vocab, temperature=1.5, extra_temperatures=(1.0, 3.0)
+            extract_top_k,
+            hidden,
+            top_k=top_k,
+            vocab_size=vocab,
+            temperature=1.5,
+            extra_temperatures=(1.0, 3.0),
+            logit_softcap=softcap,
         )
         alone = extract(head)
         for tp, group in groups.items():
@@ -84,5 +91,5 @@ def layout_rank(rank: int, world: int) -> list[bool]:
 def test_the_layout_leaves_no_trace_in_the_bits() -> None:
     """Of exact logits: what a GEMM rounds depends on the shape of the shard."""
     first, second, third = run_distributed(layout_rank, 3)
-    assert len(first) == len(second) == 2 * len(third) == 2 * 4 * 5
+    assert len(first) == len(second) == 2 * len(third) == 2 * 5 * 5
     assert all(first) and all(second) and all(third)

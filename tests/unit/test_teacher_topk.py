@@ -133,6 +133,20 @@ def whole_numbers(tokens: int, vocab: int, levels: int, seed: int) -> tuple[Tens
     return hidden.float(), torch.randint(-levels, levels + 1, (vocab, 3), generator=generator).float()
 
 
+def test_a_soft_cap_comes_before_the_temperature() -> None:
+    """On exact logits of a few sizes, most of them saturated, against the definition in float64."""
+    hidden, head = whole_numbers(40, 2500, 30, 3)
+    cap, temperature = 7.5, 2.0
+    got = extract_top_k(
+        hidden, head, 6, vocab_size=2500, temperature=temperature, extra_temperatures=(1.0,), logit_softcap=cap
+    )
+    logits = cap * torch.tanh(hidden.double() @ head.double().t() / cap)
+    # The identity as a head, so that the hidden states are the logits: float32 cannot tell the saturated ones apart.
+    check(got, logits, torch.eye(2500, dtype=torch.float64), temperature)
+    bare = extract_top_k(hidden, head, 6, vocab_size=2500, temperature=temperature)
+    assert (bare.targets.logprobs - got.targets.logprobs).abs().max() > 1
+
+
 def test_one_group_of_columns_may_hold_all_that_is_kept() -> None:
     """And the largest logit outside lies in it, too, or in any other."""
     vocab, top_k = 64 * 40, 9
