@@ -142,7 +142,10 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
     """
 
     def look() -> list[int]:
-        report = verify(cache, "crc" if repair else "inventory", show_progress=show_progress and repair)
+        if repair:
+            report = verify(cache, "crc", workers=None, show_progress=show_progress)
+        else:
+            report = verify(cache, "inventory")
         damaged = [shard for shard in report.damaged_shards if shard in shards]
         if damaged and not repair:
             raise CacheError(_damage(cache, damaged))
