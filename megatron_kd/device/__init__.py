@@ -3,6 +3,7 @@
 from megatron_kd.device.platform import (
     current_device,
     describe_hardware,
+    host_buffer,
     is_cuda,
     peak_memory_bytes,
     reset_peak_memory,
@@ -25,6 +26,7 @@ __all__ = [
     "destroy_distributed",
     "fail_together",
     "get_random_state",
+    "host_buffer",
     "init_distributed",
     "is_cuda",
     "on_any_rank",
