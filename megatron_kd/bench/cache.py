@@ -255,7 +255,7 @@ def _payload(parts: dict[str, int]) -> int:
 
 def _neighbour_notes(neighbours: Neighbours) -> list[str]:
     others = neighbours.cores()
-    if others < 0.2:
+    if others < 0.5:
         return []
     return [f"other processes kept {others:.1f} cores busy: rates may be lower than on an idle machine, ratios hold"]
 

@@ -68,8 +68,8 @@ class MegatronLM:
     name: str = "megatron_lm"
     values_dtype: str = "float16"
     remark: str = (
-        "no tokens, masks, tails or checksums are kept; single rows are found by an index of the tar that Megatron-LM "
-        "itself does not have, decoded by its own decoder, and cut for a slice"
+        "it keeps no tokens, masks or tails and verifies no checksum; single rows are found by an index of the tar "
+        "that Megatron-LM itself does not have, decoded by its own decoder, and cut for a slice"
     )
 
     def write(self, folder: Path, rows: Sequence[Row]) -> None:
