@@ -19,6 +19,7 @@ from megatron_kd.cache.checks import LEVELS, Check, Found, Level, ShardChecker
 from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.rank_table import check_rank_table
 from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges
+from megatron_kd.cache.text import printable, size_text
 from megatron_kd.cache.workers import run_tasks, usable_cores
 from megatron_kd.cache.writer import orphans
 from megatron_kd.progress import Advance, progress
@@ -70,19 +71,17 @@ class VerifyReport:
 
     def text(self) -> str:
         """What was found in one line, then the problems, a line each."""
-        missing = self.rows_expected - self.rows_committed
         verdicts = []
         if self.damaged_shards:
             verdicts.append(f"shards {ranges(self.damaged_shards)} are damaged")
         if self.missing_samples:
-            verdicts.append(f"{missing:,} of {self.rows_expected:,} rows are missing")
+            verdicts.append(f"incomplete, samples {self.missing_samples} are missing")
         if self.problems and not verdicts:
             verdicts.append("there are records of other shards than its own")
+        checked = f"{self.rows_committed:,} rows of {self.tokens:,} tokens, {size_text(self.bytes)}"
         left = f"; {len(self.orphans)} leftovers, see `megatron-kd cache clean`" if self.orphans else ""
-        checked = f"{self.rows_committed:,} rows of {self.tokens:,} tokens, {self.bytes / 2**20:,.1f} MiB"
-        return "\n".join(
-            [f"{'; '.join(verdicts) or 'no problem found'} (level {self.level}, {checked}{left})", *self.problems]
-        )
+        head = f"{'; '.join(verdicts) or 'no problem found'} at level {self.level} ({checked}{left})"
+        return "\n".join([head, *map(printable, self.problems)])
 
 
 def verify(

@@ -3,6 +3,7 @@
 from megatron_kd.device.platform import (
     current_device,
     describe_hardware,
+    host_buffer,
     is_cuda,
     peak_memory_bytes,
     reset_peak_memory,
@@ -31,6 +32,7 @@ __all__ = [
     "fail_together",
     "first_rank_tells",
     "get_random_state",
+    "host_buffer",
     "init_distributed",
     "is_cuda",
     "lost_ranks_reported",

@@ -106,6 +106,45 @@ def test_a_running_capture_has_holes_and_no_damage(tmp_path: Path) -> None:
     assert (found["ok"], found["damaged_shards"], found["missing_samples"]) == (False, [], "0–1, 4–5")
 
 
+def test_text_says_what_is_damaged_and_what_is_missing(damaged: Cache) -> None:
+    head, *lines = verify(damaged, "crc").text().splitlines()
+    assert head.startswith(
+        "shards 2–3, 6–7 are damaged; incomplete, samples 27–29 are missing at level crc (24 rows of "
+    )
+    assert lines == verify(damaged, "crc").problems
+
+
+def test_text_of_a_cache_with_records_of_another(tmp_path: Path) -> None:
+    cache, _ = make_cache(tmp_path / "c", [70], 1)
+    assert verify(cache).text().startswith("no problem found at level structure (1 rows of 70 tokens, ")
+    shutil.copy(cache.commit_path(0), cache.commit_path(4))
+    report = verify(cache)
+    assert (report.ok, report.damaged_shards, report.missing_samples) == (False, [], "")
+    assert report.text().startswith("there are records of other shards than its own at level structure")
+
+
+@pytest.mark.parametrize("value_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("array", ["tail_logmass", "tail_logmass_extra", "log_normalizers"])
+def test_mass_is_checked_at_every_temperature(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value_dtype: str, array: str
+) -> None:
+    """A single position off by a little more than rounding explains, written by a program that does not look."""
+    temperatures = (1.0, 3.0)
+    cache = create_cache(
+        tmp_path / "c", make_manifest(2, 2, value_dtype=value_dtype, temperatures=temperatures), rank_table()
+    )
+    dtype = "float16" if value_dtype == "float16" else "float32"
+    good, bad = (make_row(sample, 90, dtype=dtype, temperatures=temperatures) for sample in (0, 1))
+    values = getattr(bad, array).copy()
+    values[..., 77] -= {"float16": 0.05, "bfloat16": 0.3, "float32": 0.01}[value_dtype]
+    monkeypatch.setattr("megatron_kd.cache.writer.check_mass", lambda *_, **__: None)
+    write_shard(cache, 0, [good, replace(bad, **{array: values})])
+    assert verify(cache, "crc").ok
+    (problem,) = verify(cache, "deep").problems
+    at = "at temperature 1 " if array == "tail_logmass" else "at temperature 3 "
+    assert problem.startswith("sample 1 ") and at in problem and "of position 77 add up to" in problem
+
+
 @pytest.fixture
 def one_shard(tmp_path: Path) -> tuple[Cache, list[int]]:
     """A single shard of 40 rows of uneven lengths."""
