@@ -121,7 +121,7 @@ class Trainer:
 
     def __init__(self, recipe: Recipe) -> None:
         """Collective over all ranks; the groups of the run before are taken down."""
-        from megatron_kd.training.loop import _StepReader
+        from megatron_kd.training.loop import step_reader
         from megatron_kd.training.session import open_session
         from megatron_kd.training.setup import build_student, wrap_for_training
 
@@ -129,7 +129,7 @@ class Trainer:
         self.recipe = recipe
         self.session = open_session(recipe)
         self.student = wrap_for_training(recipe, self.session.groups, build_student(recipe, self.session.groups))
-        self._reader = _StepReader(self.session)
+        self._reader = step_reader(self.session)
 
     def step(self) -> dict[str, float]:
         """One optimizer step; its metrics."""

@@ -42,11 +42,16 @@ class DataConfig(Section):
     tokenizer: PathString | None = None
     """Hugging Face folder or GGUF file; null: the tokenizer of the teacher's source (teacher.model.hf)."""
     train_tokens: Annotated[int, Field(ge=1)] | None = None
-    """Tokens of the training split, rounded down to whole rows; null: all that held-out leaves."""
+    """Tokens of the training split, rounded down to whole rows; ``train`` takes the first rows where the samples have
+    more. null: all that held-out leaves."""
     heldout_tokens: Annotated[int, Field(ge=1)] | None = None
     """Tokens of the held-out split, rounded down to whole rows; null: no held-out split."""
     shuffle: bool = True
     """Draw the rows of an epoch in a random order given by the seed."""
+    prefetch_batches: Annotated[int, Field(ge=1, le=1024)] = 2
+    """Global batches that each rank holds its part of, read ahead of the step that trains."""
+    num_workers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Threads of each rank that read ahead, and so reads in flight: more where storage answers slowly."""
 
     @field_validator("packing")
     @classmethod

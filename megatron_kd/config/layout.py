@@ -74,6 +74,11 @@ class ParallelismConfig(Section):
                 f"data.seq_length {seq_length} must be a multiple of parallelism.tensor_model_parallel_size {tp} "
                 f"with sequence_parallel: use {max(seq_length // tp, 1) * tp}"
             )
+        if cp > 1 and seq_length % (2 * cp):
+            yield (
+                f"data.seq_length {seq_length} must be a multiple of 2 × parallelism.context_parallel_size {cp}: "
+                f"use {max(seq_length // (2 * cp), 1) * 2 * cp}"
+            )
         seen: list[tuple[int, ...]] = []
         for where, model in models.items():
             widths = tuple(getattr(model, key) for key in SPLIT_WIDTHS)

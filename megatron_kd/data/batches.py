@@ -1,17 +1,18 @@
-"""Micro batches for training and evaluation. b rows, s positions, N = s·b tokens sequence first."""
+"""Micro batches for training and evaluation. b rows, s positions of this rank, N = s·b tokens sequence first."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.context_slice import WHOLE, ContextSlice
 from megatron_kd.data.packing import labels_of
 from megatron_kd.data.samples import SampleSet
+from megatron_kd.device import host_buffer
 from megatron_kd.targets import TopKTargets
 
 
@@ -22,9 +23,11 @@ class Batch:
     Attributes:
         sample_ids: which rows.
         tokens: int64 [b, s].
-        labels: int64 [N], the next token; −100 where the prediction does not train.
+        labels: int64 [N], the next token, of the next chunk where it lies there; −100 where the prediction does not
+            train.
         token_weights: float32 [N], 1 where it trains, else 0.
         targets: of all N positions; None when the teacher runs beside the student.
+        context: which positions of the rows these are.
 
     ``labels`` and ``token_weights`` stay on the CPU: from there masked rows can be left out without a device sync.
     """
@@ -34,34 +37,56 @@ class Batch:
     labels: Tensor
     token_weights: Tensor
     targets: TopKTargets | None
+    context: ContextSlice = WHOLE
 
     @property
     def num_tokens(self) -> int:
         """Unmasked tokens."""
         return int(torch.count_nonzero(self.token_weights))
 
+    @property
+    def positions(self) -> Tensor:
+        """int64 [b, s], the place of each token in its row, on the device of the tokens."""
+        seq_length = self.tokens.shape[1] * self.context.size
+        return self.context.positions(seq_length, self.tokens.device).expand_as(self.tokens)
+
     def to(self, device: torch.device) -> Batch:
         """The tokens and targets on the device."""
         targets = self.targets.to(device) if self.targets is not None else None
-        return Batch(
-            self.sample_ids, self.tokens.to(device, non_blocking=True), self.labels, self.token_weights, targets
-        )
+        return replace(self, tokens=self.tokens.to(device, non_blocking=True), targets=targets)
 
 
-def make_batch(samples: SampleSet, sample_ids: Sequence[int], cached: CachedTargets | None) -> Batch:
+def make_batch(
+    samples: SampleSet, sample_ids: Sequence[int], cached: CachedTargets | None, context: ContextSlice = WHOLE
+) -> Batch:
     """Reads rows and, where there is a cache, their targets.
+
+    Args:
+        context: the positions wanted of each row; no target of others is decoded.
 
     Raises:
         DataError, CacheError: a row that does not exist, is damaged or belongs to other tokens.
+        ConfigError: rows that do not divide into the chunks of ``context``.
     """
-    rows = samples.rows(sample_ids)
-    labels = np.stack(
-        [labels_of(tokens, mask) for tokens, mask in zip(rows.tokens, rows.loss_mask, strict=True)], axis=1
-    )
+    ids = tuple(int(i) for i in sample_ids)
+    b, s = len(ids), context.length(samples.seq_length)
+    tokens, labels = host_buffer((b, s), torch.int64), host_buffer((s, b), torch.int64)
+    weights = host_buffer((s, b), torch.float32)
+    for j, sample in enumerate(ids):
+        row, mask = samples.tokens(sample), samples.loss_mask(sample)
+        row_labels = labels_of(row, mask)
+        at = 0
+        for run in context.ranges(samples.seq_length):
+            part, into = slice(run.start, run.stop), slice(at, at + len(run))
+            tokens.numpy()[j, into] = row[part]
+            labels.numpy()[into, j] = row_labels[part]
+            weights.numpy()[into, j] = mask[part]
+            at += len(run)
     return Batch(
-        sample_ids=tuple(int(i) for i in sample_ids),
-        tokens=torch.from_numpy(rows.tokens.astype(np.int64)),
-        labels=torch.from_numpy(labels.reshape(-1).astype(np.int64)),
-        token_weights=torch.from_numpy(rows.loss_mask.T.reshape(-1).astype(np.float32)),
-        targets=cached.targets(sample_ids) if cached is not None else None,
+        sample_ids=ids,
+        tokens=tokens,
+        labels=labels.view(-1),
+        token_weights=weights.view(-1),
+        targets=cached.targets(ids, context) if cached is not None else None,
+        context=context,
     )

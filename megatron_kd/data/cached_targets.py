@@ -1,10 +1,12 @@
 """The cache as training sees it: checked against the run before the first step, then targets by sample id.
 
-b rows, s positions, K tokens kept by the recipe (at most as many as the cache holds), N = s·b sequence first.
+b rows, s positions of this rank, K tokens kept by the recipe (at most as many as the cache holds), N = s·b sequence
+first.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +19,17 @@ from numpy.typing import NDArray
 from megatron_kd.cache.mass import at_temperature
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
+from megatron_kd.cache.store import open_cache
 from megatron_kd.cache.verify import verify
 from megatron_kd.config import ModelConfig
+from megatron_kd.data.context_slice import WHOLE, ContextSlice
+from megatron_kd.data.row_join import first_foreign, rows_by_hash
 from megatron_kd.data.samples import SampleSet
+from megatron_kd.device import host_buffer
 from megatron_kd.errors import CacheError
 from megatron_kd.targets import TopKTargets
+
+logger = logging.getLogger(__name__)
 
 _REPAIR = (
     "`megatron-kd cache verify {0}` lists all damage; remove the damaged shards' records from {0}/commits and run "
@@ -42,22 +50,31 @@ class CachedTargets:
         temperature: float,
         weights_sha256: str | None = None,
     ) -> None:
-        """Opens the cache and compares it with the run; reads no row.
+        """Opens the cache and compares it with the run; reads no targets.
+
+        A cache of these very samples has their rows at the same places. In another one (of more samples, in another
+        order, with other loss masks) each sample's row is looked up by its hash, for which all samples are read once.
 
         Args:
             weights_sha256: of the teacher's weights, where they are at hand; those of the cache must be the same.
 
         Raises:
-            CacheError: no cache, missing rows, or one of other samples, another tokenizer, another teacher, fewer
-                kept tokens or other temperatures. The message says which and what to do.
+            CacheError: no cache, missing rows, samples without a row, another tokenizer, a larger vocabulary, another
+                teacher, fewer kept tokens or other temperatures. The message says which and what to do.
         """
-        self._path = Path(path)
-        self._reader = CacheReader(path)
+        cache = open_cache(path)
+        self._cache = cache
+        self._reader = CacheReader(cache)
         self._samples = samples
         self.top_k = top_k
         self.temperature = temperature
-        manifest = self._reader.manifest
-        self._check_tokens(Path(path))
+        manifest = cache.manifest
+        self._check_tokenizer()
+        if manifest.vocab_size > teacher.vocab_size:
+            raise CacheError(
+                f"{path} holds ids of a vocabulary of {manifest.vocab_size}, teacher.model {teacher.name!r} has "
+                f"{teacher.vocab_size}: correct teacher.model or teacher.cache"
+            )
         if top_k > manifest.top_k:
             raise CacheError(
                 f"{path} keeps {manifest.top_k} tokens a position, teacher.top_k asks for {top_k}: "
@@ -68,64 +85,107 @@ class CachedTargets:
                 f"{path} was captured at the temperatures {list(manifest.temperatures)}, loss.temperature is "
                 f"{temperature}: choose one of them or capture again with it in teacher.temperatures"
             )
-        _check_teacher(Path(path), manifest.teacher, teacher, weights_sha256)
+        _check_teacher(path, manifest.teacher, teacher, weights_sha256)
         self._reader.require_complete()
-        self._check_files(Path(path))
+        self._check_files()
+        if manifest.corpus.get("content") == samples.manifest["content"]:
+            self._rows = np.arange(len(samples))
+        else:
+            self._rows = rows_by_hash(cache, samples)
+            logger.info("%s was made from other samples; the %d rows of %s are in it", path, len(samples), samples.path)
 
-    def _check_files(self, path: Path) -> None:
+    def _check_files(self) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
+        path = self._cache.path
         damaged = verify(path, "inventory").problems
         if damaged:
             raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {_REPAIR.format(path)}")
 
-    def _check_tokens(self, path: Path) -> None:
-        manifest = self._reader.manifest
-        ours, theirs = self._samples.tokenizer_identity, manifest.tokenizer
+    def _check_tokenizer(self) -> None:
+        ours, theirs = self._samples.tokenizer_identity, self._cache.manifest.tokenizer
         if ours.get("sha256") != theirs.get("sha256"):
             raise CacheError(
-                f"{path} was captured with another tokenizer ({theirs.get('name')}, {theirs.get('vocab_size')} tokens) "
-                f"than the samples {self._samples.path} ({ours.get('name')}, {ours.get('vocab_size')} tokens): "
-                "capture these samples into another teacher.cache"
-            )
-        if manifest.corpus.get("content") != self._samples.manifest["content"]:
-            raise CacheError(
-                f"{path} holds targets of other tokens than the samples {self._samples.path} "
-                f"({manifest.rows} rows there, {len(self._samples)} here): capture these samples into another "
-                "teacher.cache, or set data.samples to those it was made from"
+                f"{self._cache.path} was captured with another tokenizer ({theirs.get('name')}, "
+                f"{theirs.get('vocab_size')} tokens) than the samples {self._samples.path} ({ours.get('name')}, "
+                f"{ours.get('vocab_size')} tokens): capture these samples into another teacher.cache"
             )
 
-    def targets(self, sample_ids: Sequence[int]) -> TopKTargets:
-        """The targets of some rows, sequence first: ids [s·b, K]. Every row's token hash is compared with the sample's.
+    def check_rows(self, sample_ids: Sequence[int]) -> None:
+        """Compares the hashes of some samples, as they are on disk now, with those the cache's records list.
+
+        Reads the tokens of the samples and no targets; many ranks may share the work.
+
+        Raises:
+            CacheError: the first sample that is not the one its row was captured from, with the differing position.
+        """
+        sample = first_foreign(self._cache, self._samples, self._rows, sample_ids)
+        if sample is not None:
+            # Reading it says what is wrong; a row that cannot be read at all is refused as well.
+            self._read(sample, range(1))
+            raise CacheError(f"sample {sample} of {self._samples.path} is not what {self._cache.path} was made from")
+
+    def targets(self, sample_ids: Sequence[int], context: ContextSlice = WHOLE) -> TopKTargets:
+        """The targets of some rows, sequence first: ids [s·b, K], in memory that ``host_buffer`` gives.
+
+        Every row's token hash is compared with the sample's. May be called from several threads.
+
+        Args:
+            context: the positions wanted of each row; only the chunks that hold them are read and decoded.
 
         Raises:
             CacheError: a damaged or foreign row, with its id and where it differs.
+            ConfigError: rows that do not divide into the chunks of ``context``.
         """
+        length = self._samples.seq_length
+        s, b, k = context.length(length), len(sample_ids), self.top_k
+        ids, logprobs = host_buffer((s, b, k), torch.int32), host_buffer((s, b, k), self._logprob_dtype)
+        tails = host_buffer((s, b), torch.float32)
+        into_ids, into_logprobs, into_tails = ids.numpy(), logprobs.numpy(), tails.numpy()
+        for j, sample in enumerate(sample_ids):
+            at = 0
+            for run in context.ranges(length):
+                row_ids, row_logprobs, row_tails = self._at_temperature(self._read(int(sample), run))
+                into = slice(at, at + len(run))
+                # The only copy on the way from what was decoded; a batch of several rows has to interleave them.
+                into_ids[into, j], into_logprobs[into, j], into_tails[into, j] = row_ids, row_logprobs, row_tails
+                at += len(run)
+        return TopKTargets(ids.view(s * b, k), logprobs.view(s * b, k), tails.view(s * b), self.temperature)
+
+    def _read(self, sample: int, run: range) -> Row:
+        row, expected = int(self._rows[sample]), self._samples.row_hash(sample)
         try:
-            rows = [
-                self._reader.read(int(i), self._samples.row_hash(int(i)), expected_tokens=self._samples.tokens(int(i)))
-                for i in sample_ids
-            ]
+            return self._reader.read_slice(row, run.start, run.stop, expected)
         except CacheError as error:
-            raise CacheError(f"{error}; {_REPAIR.format(self._path)}") from error
-        parts = [self._at_temperature(row) for row in rows]
-        ids, logprobs, tails = (np.stack([part[j] for part in parts], axis=1) for j in range(3))
-        s, b, k = ids.shape
-        return TopKTargets(
-            torch.from_numpy(ids.reshape(s * b, k)),
-            torch.from_numpy(logprobs.reshape(s * b, k)),
-            torch.from_numpy(tails.reshape(s * b)),
-            self.temperature,
-        )
+            why = str(self._in_detail(row, run, sample) or error)
+            if row != sample:
+                why = f"the targets of sample {sample} of {self._samples.path} cannot be read: {why}"
+            raise CacheError(f"{why}; {_REPAIR.format(self._cache.path)}") from error
+
+    def _in_detail(self, row: int, run: range, sample: int) -> CacheError | None:
+        """Why a row was refused, once more: given the sample's tokens, the reader names the first that differs."""
+        tokens = self._samples.tokens(sample)
+        try:
+            self._reader.read_slice(row, run.start, run.stop, self._samples.row_hash(sample), expected_tokens=tokens)
+        except CacheError as error:
+            return error
+        return None
+
+    @property
+    def _logprob_dtype(self) -> torch.dtype:
+        """As stored where nothing is computed from it: half the bytes to the device."""
+        manifest = self._cache.manifest
+        as_stored = manifest.value_dtype == "float16" and self.temperature == manifest.temperatures[0]
+        return torch.float16 if as_stored else torch.float32
 
     def _at_temperature(self, row: Row) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        temperatures = self._reader.manifest.temperatures
-        ids, logprobs, tail = row.ids, row.logprobs, row.tail_logmass  # as stored: half the bytes to the device
+        temperatures = self._cache.manifest.temperatures
+        ids, logprobs, tail = row.ids, row.logprobs, row.tail_logmass
         if self.temperature != temperatures[0]:
             logprobs, tail = at_temperature(row, temperatures, self.temperature)
         if self.top_k < ids.shape[1]:
             tail = np.logaddexp(tail, _logsumexp(logprobs[:, self.top_k :].astype(np.float32)))
             ids, logprobs = ids[:, : self.top_k], logprobs[:, : self.top_k]
-        return np.ascontiguousarray(ids), np.ascontiguousarray(logprobs), np.asarray(tail, np.float32)
+        return ids, logprobs, tail
 
 
 def _more(problems: Sequence[str]) -> str:
@@ -139,7 +199,7 @@ def _logsumexp(values: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.asarray(finite + np.log(np.exp(values - finite[:, None]).sum(axis=1)), np.float32)
 
 
-def _check_teacher(path: Path, captured: Any, teacher: ModelConfig, weights_sha256: str | None) -> None:
+def _check_teacher(path: str | Path, captured: Any, teacher: ModelConfig, weights_sha256: str | None) -> None:
     difference = teacher.first_difference(captured.get("architecture", {}))
     if difference is not None:
         field, theirs, ours = difference

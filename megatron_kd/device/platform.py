@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -69,6 +70,18 @@ def synchronize() -> None:
     """Waits until the device has finished; nothing to do on the CPU."""
     if is_cuda():
         torch.cuda.synchronize()
+
+
+def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor in CPU memory for what goes to the device next.
+
+    Where there is a CUDA device it is pinned: only from there does a copy run beside the host and other work. May be
+    called from any thread.
+    """
+    if not is_cuda():
+        return torch.empty(tuple(shape), dtype=dtype)
+    with torch.cuda.device(current_device()):  # a new thread would open a context on the first device of the machine
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
 
 def reset_peak_memory() -> None:

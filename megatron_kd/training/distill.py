@@ -5,7 +5,7 @@ b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the he
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ class Distillation:
             states = self._teacher.hidden_states(batch.tokens)
         elif self._teacher is not None:
             targets = self._teacher.top_k(batch.tokens).targets
-            batch = Batch(batch.sample_ids, batch.tokens, batch.labels, batch.token_weights, targets)
+            batch = replace(batch, targets=targets)
         return StepContext(
             batch=batch,
             teacher=states,

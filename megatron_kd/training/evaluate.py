@@ -15,6 +15,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch, make_batch
 from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.prefetch import Prefetcher
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.data.unigram import fit_unigram, unigram_bucket_kl
 from megatron_kd.device import any_rank, current_device, fail_together
@@ -24,10 +25,9 @@ from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
 from megatron_kd.training.distill import Distillation
-from megatron_kd.training.setup import position_ids
+from megatron_kd.training.session import SPLIT
 from megatron_kd.training.sums import TokenSums
 
-SPLIT = "heldout"
 # Both parts are reported apart; any weight strictly between 0 and 1 has the pass compute both.
 _BOTH = 0.5
 
@@ -41,9 +41,13 @@ def evaluate_model(
     groups: ParallelGroups,
     micro_batch_size: int,
     *,
+    num_workers: int = 1,
     show_progress: bool = False,
 ) -> dict[str, float]:
     """Means over the unmasked tokens of the held-out split. Collective over all ranks.
+
+    Args:
+        num_workers: threads that read ahead.
 
     Returns:
         eval/kd (the recipe's divergence per token, over the top K and its tail, or over the whole vocabulary where the
@@ -69,19 +73,22 @@ def evaluate_model(
     model.eval()
     parts, unigram_sum = [], 0.0
     show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
-    with progress("evaluate", len(rounds), unit="batches", enabled=show) as advance:
-        for first in rounds:
-            mine = portions[first + groups.dp_rank : first + groups.dp_rank + 1]
+    mine = portions[groups.dp_rank :: groups.dp_size]
+    with (
+        Prefetcher(mine, lambda part: make_batch(samples, part, cached), 2 * num_workers, num_workers) as ahead,
+        progress("evaluate", len(rounds), unit="batches", enabled=show) as advance,
+    ):
+        for _ in rounds:
             with fail_together("reading the held-out rows"):
-                batches = [make_batch(samples, batch_ids, cached).to(current_device()) for batch_ids in mine]
+                read = next(ahead, None)
             advance(1)
-            if not batches:  # the last round is shorter than the data-parallel group
+            if read is None:  # the last round is shorter than the data-parallel group
                 continue
-            batch = batches[0]
+            batch = read.to(current_device())
             context = distillation.context(batch, mode="no_grad", ce_weight=_BOTH)
             model(
                 batch.tokens,
-                position_ids(batch.tokens),
+                batch.positions,
                 None,
                 output_processor=distillation,
                 output_processor_context=context,
@@ -142,10 +149,11 @@ def read_evaluation(run_dir: Path, iteration: int, recipe: Recipe) -> dict[str, 
 
 
 def _measure_of(recipe: Recipe) -> str:
-    """A hash of all settings that decide an evaluation: data, models, loss (not in how much memory it is computed)."""
+    """A hash of all settings that decide an evaluation: data, models, loss (not how rows are read ahead or in how much
+    memory the loss is computed)."""
     decisive = recipe.model_dump(
         mode="json",
         include={"data", "teacher", "student", "loss", "seed"},
-        exclude={"loss": {"mode", "chunk_mib", "gradient_mib"}},
+        exclude={"loss": {"mode", "chunk_mib", "gradient_mib"}, "data": {"prefetch_batches", "num_workers"}},
     )
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

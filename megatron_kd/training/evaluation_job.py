@@ -50,6 +50,7 @@ def evaluate(
         session.evaluation_cached,
         session.groups,
         recipe.training.micro_batch_size,
+        num_workers=recipe.data.num_workers,
         show_progress=show_progress,
     )
     with fail_together("writing the evaluation"):

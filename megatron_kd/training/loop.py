@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.config import Recipe
-from megatron_kd.data.batches import Batch, make_batch
-from megatron_kd.data.prefetch import Prefetcher
+from megatron_kd.data.batches import Batch
 from megatron_kd.data.sampler import SampleOrder
+from megatron_kd.data.steps import StepReader
 from megatron_kd.device import (
+    StopOnSignal,
     any_rank,
     current_device,
     fail_together,
@@ -36,7 +37,6 @@ from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.run_directory import exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.session import Session, open_session
 from megatron_kd.training.setup import Student, build_student, wrap_for_training
-from megatron_kd.training.signals import StopOnSignal
 from megatron_kd.training.step import StepResult, train_step
 
 logger = logging.getLogger(__name__)
@@ -102,7 +102,9 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     save_every, evaluate_every = recipe.checkpoint.save_interval, recipe.training.eval_interval
     with (
         MetricsWriter(recipe, run_dir, enabled=session.is_first) as writer,
-        Prefetcher(range(start, total), _StepReader(session)) as steps,
+        step_reader(session).ahead(
+            start, total, prefetch_batches=recipe.data.prefetch_batches, num_workers=recipe.data.num_workers
+        ) as steps,
         progress(
             f"train {recipe.name}", max(total - start, 0), unit="steps", enabled=show_progress and session.is_first
         ) as advance,
@@ -147,24 +149,18 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
 
 
-class _StepReader:
-    """Reads this rank's micro batches of an iteration; called in the prefetch thread, so it touches no group."""
-
-    def __init__(self, session: Session) -> None:
-        recipe, groups = session.recipe, session.groups
-        self._batch = recipe.training.global_batch_size
-        self._layout = (groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size)
-        self._samples, self._cached = session.samples, session.cached
-        self._order = SampleOrder(
-            session.samples.split("train"),
-            seed=recipe.seed,
-            shuffle=recipe.data.shuffle,
-            global_batch_size=self._batch,
-        )
-
-    def __call__(self, iteration: int) -> list[Batch]:
-        ids = self._order.ids_for(iteration * self._batch, *self._layout)
-        return [make_batch(self._samples, part.tolist(), self._cached) for part in ids]
+def step_reader(session: Session) -> StepReader:
+    """What reads this rank's rows of each step."""
+    recipe, groups = session.recipe, session.groups
+    order = SampleOrder(
+        session.train_rows,
+        seed=recipe.seed,
+        shuffle=recipe.data.shuffle,
+        global_batch_size=recipe.training.global_batch_size,
+    )
+    return StepReader(
+        session.samples, session.cached, order, groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size
+    )
 
 
 def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], Exception | None, bool]:
@@ -232,6 +228,7 @@ def _evaluate(session: Session, student: Student, run_dir: Path, writer: Metrics
         session.evaluation_cached,
         session.groups,
         session.recipe.training.micro_batch_size,
+        num_workers=session.recipe.data.num_workers,
     )
     with fail_together("writing the evaluation"):
         if session.is_first:

@@ -33,6 +33,7 @@ _FIXED = (
     "data.samples",
     "data.seq_length",
     "data.shuffle",
+    "data.train_tokens",
     "loss.beta",
     "loss.ce_weight",
     "loss.divergence",

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch.distributed as dist
+
 from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.samples import SampleSet, open_samples
+from megatron_kd.data.steps import train_rows
 from megatron_kd.device import fail_together
 from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.launch import join_ranks
@@ -16,12 +19,16 @@ from megatron_kd.teacher.capture import check_samples
 from megatron_kd.teacher.megatron_engine import MegatronTeacher
 from megatron_kd.training.distill import Distillation
 
+SPLIT = "heldout"
+"""What evaluation reads."""
+
 
 @dataclass(frozen=True)
 class Session:
     """One rank of a run, ready to build a student.
 
     Attributes:
+        train_rows: the sample ids to train on.
         cached: targets of the samples; None online.
         evaluation_cached: targets for the held-out rows: the cache even online, where there is a fitting one, so that
             online and offline runs are measured by the same yardstick.
@@ -31,6 +38,7 @@ class Session:
     recipe: Recipe
     groups: ParallelGroups
     samples: SampleSet
+    train_rows: range
     cached: CachedTargets | None
     distillation: Distillation
     evaluation_cached: CachedTargets | None
@@ -56,16 +64,21 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
     with fail_together("opening the data"):
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)
+        rows = train_rows(samples, recipe.data.train_tokens)
         cached = None if online else _open_cache(recipe, samples)
         evaluation_cached = cached
         if online and recipe.teacher.cache is not None and (Path(recipe.teacher.cache) / "cache.json").exists():
             evaluation_cached = _open_cache(recipe, samples)
+        if evaluation_cached is not None:
+            # Every rank looks at its share of what the run may read; where one finds fault, all end here.
+            every = [*rows, *samples.splits.get(SPLIT, ())]
+            evaluation_cached.check_rows(every[dist.get_rank() :: dist.get_world_size()])
     needs_teacher = online and not (for_evaluation and evaluation_cached is not None)
     teacher = MegatronTeacher(recipe, groups) if needs_teacher else None
     offline_view = Distillation(as_offline(recipe), groups, None)
     distillation = Distillation(recipe, groups, teacher) if teacher is not None or not online else offline_view
     evaluation = offline_view if evaluation_cached is not None else distillation
-    return Session(recipe, groups, samples, cached, distillation, evaluation_cached, evaluation)
+    return Session(recipe, groups, samples, rows, cached, distillation, evaluation_cached, evaluation)
 
 
 def as_offline(recipe: Recipe) -> Recipe:

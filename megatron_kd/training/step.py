@@ -18,7 +18,7 @@ from megatron_kd.device import current_device, synchronize
 from megatron_kd.errors import KDError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.distill import Distillation, loss_function
-from megatron_kd.training.setup import Student, position_ids
+from megatron_kd.training.setup import Student
 from megatron_kd.training.sums import TokenSums, means
 
 
@@ -52,7 +52,7 @@ def train_step(
         context = distillation.context(batch)
         output = model(
             batch.tokens,
-            position_ids(batch.tokens),
+            batch.positions,
             None,
             output_processor=distillation,
             output_processor_context=context,

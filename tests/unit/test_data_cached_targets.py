@@ -10,93 +10,30 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_kd.cache.manifest import CacheManifest
-from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
-from megatron_kd.cache.row import Row
-from megatron_kd.cache.store import create_cache
+from megatron_kd.cache.rank_table import build_rank_table
+from megatron_kd.cache.store import create_cache, open_cache
 from megatron_kd.cache.writer import write_shard
 from megatron_kd.config import ModelConfig, load_model
 from megatron_kd.data.batches import make_batch
 from megatron_kd.data.cached_targets import CachedTargets
-from megatron_kd.data.packing import concatenate
-from megatron_kd.data.sample_writer import write_samples
+from megatron_kd.data.packing import PackedRow
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.errors import CacheError
 from tests.assets import ROOT
+from tests.unit.data_rows import (
+    IDENTITY,
+    TEMPERATURES,
+    K,
+    V,
+    log_softmax,
+    logits_of,
+    make_cache,
+    make_samples,
+    packed_rows,
+    row_of,
+)
 
-V, K, L, ROWS = 1003, 12, 9, 5
-IDENTITY = {"name": "toy", "sha256": "abc", "segmentation_sha256": "def", "vocab_size": V}
-TEMPERATURES = (1.0, 2.5)
-
-
-def make_samples(folder: Path, seed: int = 0, identity: dict[str, Any] = IDENTITY) -> SampleSet:
-    rng = np.random.default_rng(seed)
-    documents = [rng.integers(1, V, n, dtype=np.int32) for n in (13, 7, 20, 30)]
-    rows = list(concatenate(documents, L, 0))[:ROWS]
-    return write_samples(
-        folder,
-        {"train": iter(rows)},
-        seq_length=L,
-        packing="concatenate",
-        tokenizer_identity=identity,
-        corpus_identity={"seed": seed},
-        selection={},
-    )
-
-
-def logits_of(sample: int) -> np.ndarray:
-    return np.random.default_rng([7, sample]).normal(0, 2, (L, V))
-
-
-def log_softmax(x: np.ndarray) -> np.ndarray:
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def make_cache(folder: Path, samples: SampleSet, teacher: ModelConfig, **changes: Any) -> None:
-    table = build_rank_table(samples.token_counts())
-    manifest = CacheManifest(
-        rows=len(samples),
-        rows_per_shard=2,
-        top_k=K,
-        vocab_size=V,
-        rank_table_hash=rank_table_hash(table),
-        value_dtype="float32",
-        temperatures=TEMPERATURES,
-        teacher={
-            "name": teacher.name,
-            "architecture": teacher.model_dump(mode="json"),
-            "weights_sha256": "a" * 64,
-        },
-        tokenizer=samples.tokenizer_identity,
-        corpus={"content": samples.manifest["content"]},
-    )
-    cache = create_cache(folder, replace(manifest, **changes), table)
-    for shard in range(manifest.shards):
-        write_shard(cache, shard, [row_of(samples, i) for i in manifest.shard_samples(shard)])
-
-
-def row_of(samples: SampleSet, i: int) -> Row:
-    logits = logits_of(i)
-    at = {t: log_softmax(logits / t) for t in TEMPERATURES}
-    ids = np.argsort(-at[1.0], -1)[:, :K]
-
-    def tail(logp: np.ndarray) -> np.ndarray:
-        p = np.exp(logp)
-        np.put_along_axis(p, ids, 0.0, -1)
-        return np.log(p.sum(-1)).astype(np.float32)
-
-    normalizer = np.log(np.exp(at[1.0] / 2.5).sum(-1))
-    return Row(
-        sample_id=i,
-        tokens=samples.tokens(i),
-        loss_mask=samples.loss_mask(i),
-        document_offsets=samples.document_offsets(i),
-        ids=ids.astype(np.int32),
-        logprobs=np.take_along_axis(at[1.0], ids, -1).astype(np.float32),
-        tail_logmass=tail(at[1.0]),
-        log_normalizers=normalizer[None].astype(np.float32),
-        tail_logmass_extra=tail(at[2.5])[None],
-    )
+L = 9
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +102,8 @@ def test_what_does_not_belong_together_is_refused_before_a_row_is_read(
     refused(cache, samples, teacher, "keeps 12 tokens a position, teacher.top_k asks for 13", top_k=13)
     refused(cache, samples, teacher, r"loss.temperature is 3.0", temperature=3.0)
     other = teacher.model_copy(update={"num_layers": 7})
+    smaller = teacher.model_copy(update={"vocab_size": V - 1})
+    refused(cache, samples, smaller, "vocabulary of 1003, teacher.model 'tiny_llama' has 1002")
     refused(cache, samples, other, "num_layers 4, teacher.model 'tiny_llama' has 7")
     refused(cache, samples, teacher, "captured from other weights", weights_sha256="b" * 64)
     CachedTargets(cache, samples, teacher=teacher, top_k=K, temperature=1.0, weights_sha256="a" * 64)
@@ -180,8 +119,6 @@ def test_a_row_of_other_tokens_is_named_with_the_position(
     """The manifest says the right corpus, but one row is foreign: only the hash of the row can tell."""
     table = build_rank_table(samples.token_counts())
     make_cache(tmp_path / "good", samples, teacher)
-    from megatron_kd.cache.store import open_cache
-
     cache = create_cache(tmp_path / "bad", open_cache(tmp_path / "good").manifest, table)
     for shard in range(cache.manifest.shards):
         rows = [row_of(samples, i) for i in cache.manifest.shard_samples(shard)]
@@ -192,6 +129,9 @@ def test_a_row_of_other_tokens_is_named_with_the_position(
         write_shard(cache, shard, rows)
     cached = CachedTargets(tmp_path / "bad", samples, teacher=teacher, top_k=K, temperature=1.0)
     cached.targets([0, 1, 3])
+    cached.check_rows([0, 1, 3, 4])
+    with pytest.raises(CacheError, match=r"sample 2 .*position 4"):
+        cached.check_rows(range(5))
     with pytest.raises(CacheError, match=r"sample 2 .*position 4"):
         cached.targets([2])
 
@@ -200,3 +140,55 @@ def test_a_cache_with_a_hole_is_refused(samples: SampleSet, teacher: ModelConfig
     make_cache(tmp_path / "c", samples, teacher)
     (tmp_path / "c" / "commits" / "000001.json").unlink()
     refused(tmp_path / "c", samples, teacher, r"lacks samples 2.*3")
+
+
+def subset(samples: SampleSet, ids: list[int]) -> list[PackedRow]:
+    return [PackedRow(samples.tokens(i), samples.loss_mask(i), samples.document_offsets(i)) for i in ids]
+
+
+def test_samples_that_are_some_of_the_caches_in_another_order(
+    cache: Path, samples: SampleSet, teacher: ModelConfig, tmp_path: Path
+) -> None:
+    """Other splits, another order, another loss mask: the row hash says where the targets are."""
+    settings: dict[str, Any] = {"teacher": teacher, "top_k": K, "temperature": 1.0}
+    train, heldout = subset(samples, [4, 1]), subset(samples, [2])
+    masked = replace(train[0], loss_mask=np.zeros_like(train[0].loss_mask))
+    few = make_samples(tmp_path / "few", splits={"train": [masked, train[1]], "heldout": heldout})
+    joined, whole = CachedTargets(cache, few, **settings), CachedTargets(cache, samples, **settings)
+    joined.check_rows(range(3))
+    ours, theirs = make_batch(few, [2, 0, 1], joined), make_batch(samples, [2, 4, 1], whole)
+    assert ours.targets is not None and theirs.targets is not None
+    assert torch.equal(ours.tokens, theirs.tokens)
+    for name in ("ids", "logprobs", "tail_logmass"):
+        assert torch.equal(getattr(ours.targets, name), getattr(theirs.targets, name))
+    assert ours.token_weights.view(L, 3)[:, 1].sum() == 0 != theirs.token_weights.view(L, 3)[:, 1].sum()
+
+
+def test_samples_of_which_some_are_not_in_the_cache(
+    cache: Path, samples: SampleSet, teacher: ModelConfig, tmp_path: Path
+) -> None:
+    rows = [*subset(samples, [3]), *packed_rows(L, 2, seed=5), *subset(samples, [0]), *packed_rows(L, 1, seed=6)]
+    mixed = make_samples(tmp_path / "mixed", splits={"train": rows})
+    refused(
+        cache,
+        mixed,
+        teacher,
+        r"other tokens .*: 3 of 5 rows are not among the 5 there \(samples 1–2, 4\): capture these",
+    )
+
+
+def test_a_damaged_row_is_named_by_the_sample_and_by_its_row(
+    samples: SampleSet, teacher: ModelConfig, tmp_path: Path
+) -> None:
+    make_cache(tmp_path / "c", samples, teacher)
+    few = make_samples(tmp_path / "few", splits={"train": subset(samples, [4, 1])})
+    cached = CachedTargets(tmp_path / "c", few, teacher=teacher, top_k=K, temperature=1.0)
+    (file,) = (tmp_path / "c").glob("shards/000002-*/rank/c.0.0")
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+    cached.targets([1])
+    with pytest.raises(
+        CacheError, match=r"targets of sample 0 of .*few cannot be read: sample 4 of .*c cannot be used"
+    ):
+        cached.targets([0])
