@@ -86,18 +86,17 @@ def extract_top_k(
     # By all rows of the shard, which are as many on every rank: chunks hold collectives.
     rows = chunk_rows(hidden.shape[0], _rounded(weight.shape[0]), chunk_bytes or default_chunk_bytes(hidden.device))
     head = weight[: max(0, min(weight.shape[0], vocab_size - vocab_start))]
-    logits = hidden.new_full((min(rows, hidden.shape[0]), _rounded(head.shape[0])), -math.inf, dtype=torch.float32)
+    logits = hidden.new_empty((min(rows, hidden.shape[0]), _rounded(head.shape[0])), dtype=torch.float32)
     extractor = _Extractor(top_k, vocab_start, head.shape[0], (temperature, *extra_temperatures), group)
     parts = [extractor.empty(hidden.device)]
     for part in hidden.split(rows) if hidden.shape[0] else ():
         out = logits[: part.shape[0]]
+        out[:, head.shape[0] :] = -math.inf
         # Float32 whatever the inputs' dtype: rounding logits to bf16 costs whole percents.
         Projection(head, slice(0, head.shape[0]), torch.float32).logits(part, out=out[:, : head.shape[0]])
         if logit_softcap is not None:
             out[:, : head.shape[0]].div_(logit_softcap).tanh_().mul_(logit_softcap)
         parts += [extractor.extract(out[block]) for block in extractor.blocks(out)]
-        # Padding columns hold exponentials now.
-        logits[:, head.shape[0] :] = -math.inf
     ids, logprobs, normalizers, tails = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     targets = TopKTargets(ids, logprobs, tails[:, 0].contiguous(), temperature)
     others = {
