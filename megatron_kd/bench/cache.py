@@ -91,7 +91,6 @@ def bench_cache(
         raise ConfigError(f"row-length is {row_length}, must be at least {2 * CONTEXT_PARALLEL}")
     if cache is not None and (recipe is not None or row_length is not None):
         raise ConfigError(f"--cache {cache} already has its rows: give it without a recipe and without --row-length")
-    neighbours = Neighbours()
     with tempfile.TemporaryDirectory(prefix="megatron-kd-bench-") as name:
         folder = Path(name)
         rows = _rows(recipe, overrides, cache, folder, tokens, row_length, top_k, say, show_progress)
