@@ -55,6 +55,13 @@ def progress(description: str, total: int, *, unit: str = "", enabled: bool = Tr
         yield advance
 
 
+def _duration(seconds: float) -> str:
+    """In the unit that people read at a glance: ``90 s``, ``45 min``, ``30.5 h``."""
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 def _lines(description: str, total: int, unit: str, every_s: float = 10.0) -> Iterator[Advance]:
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     started = last = time.monotonic()
@@ -70,7 +77,8 @@ def _lines(description: str, total: int, unit: str, every_s: float = 10.0) -> It
         elapsed = now - started
         left = elapsed / done * (total - done) if done else 0.0
         console.print(
-            f"{description}: {done:g}/{total} {unit} · {elapsed:.0f} s, {left:.0f} s left{' · ' if note else ''}{note}"
+            f"{description}: {done:.12g}/{total} {unit} · {_duration(elapsed)}, {_duration(left)} left"
+            f"{' · ' if note else ''}{note}"
         )
 
     yield advance

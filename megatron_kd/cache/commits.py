@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_kd.cache.identity import HASH_BYTES
-from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, ranges
+from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, ranges, reported
 from megatron_kd.errors import CacheError
+from megatron_kd.files import fsync_directory
 
 
 @dataclass(frozen=True)
@@ -83,3 +84,17 @@ def object_names(cache: Cache) -> set[str]:
     """The files every shard of a cache has, relative to its directory."""
     arrays = cache.manifest.arrays.values()
     return {"zarr.json", *(f"{a.name}/{file}" for a in arrays for file in ("zarr.json", a.object_name))}
+
+
+def discard_shard(cache: Cache, shard_index: int) -> None:
+    """Takes a shard out of the cache, so that it is missing: its commit record is removed, damaged or not.
+
+    Its files stay, for readers that have them open, as an orphan that ``remove_orphans`` collects.
+
+    Raises:
+        CacheError: the disk refuses.
+    """
+    path = cache.commit_path(shard_index)
+    with reported(path, "removing"):
+        path.unlink(missing_ok=True)
+        fsync_directory(cache.commits_folder)

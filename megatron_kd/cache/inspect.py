@@ -1,4 +1,4 @@
-"""A summary of a cache for people: what it holds, what it costs, how much of the teacher's mass it has."""
+"""A summary of a cache: what it holds, what it costs, how much of the teacher's mass it has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.store import Cache, committed_shards, missing_samples, open_cache
+from megatron_kd.errors import CacheError
 
 MASS_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
 
@@ -18,44 +19,54 @@ def inspect(path: Path | str | Cache, sample_rows: int = 16) -> dict[str, Any]:
     """JSON values: manifest, progress, bytes per token by array, and the mass of a few rows spread over the cache.
 
     ``top_k_mass`` counts the unmasked positions of ``sample_rows`` rows by the probability inside their K ids:
-    ``histogram`` is the share of positions in [edge, next edge), the last including 1.
+    ``histogram`` is the share of positions in [edge, next edge), the last including 1. What cannot be read is left
+    out everywhere and named in ``problems``; many more are found by ``verify``.
 
     Raises:
-        CacheError: where there is no cache, or a record or a sampled row is damaged.
+        CacheError: where there is no cache, or it has commit records and none of them can be read.
     """
     cache = open_cache(path)
     manifest = cache.manifest
-    records = [read_commit(cache, shard) for shard in committed_shards(cache)]
-    tokens = sum(record.tokens for record in records)
-    by_array: dict[str, int] = {}
-    for record in records:
+    committed = [shard for shard in committed_shards(cache) if shard < manifest.shards]
+    problems: list[str] = []
+    readable: list[int] = []
+    tokens = 0
+    sizes: dict[str, int] = {}
+    for shard in committed:
+        try:
+            record = read_commit(cache, shard)
+        except CacheError as error:
+            problems.append(str(error))
+            continue
+        readable.append(shard)
+        tokens += record.tokens
         for name, entry in record.objects.items():
             array = name.split("/")[0]
-            by_array[array] = by_array.get(array, 0) + entry["bytes"]
-    overhead = sum(cache.commit_path(record.shard_index).stat().st_size for record in records)
-    stored = sum(by_array.values()) + overhead
-    samples = [sample for record in records for sample in manifest.shard_samples(record.shard_index)]
-    chosen = (
-        [samples[i] for i in sorted({*np.linspace(0, len(samples) - 1, sample_rows).astype(int)})] if samples else []
-    )
+            sizes[array] = sizes.get(array, 0) + entry["bytes"]
+        sizes["commits"] = sizes.get("commits", 0) + len(record.to_json().encode())
+    if committed and not readable:
+        raise CacheError(problems[0])
+    rows = sum(len(manifest.shard_samples(shard)) for shard in readable)
     return {
         "path": str(cache.path),
         "cache_id": manifest.cache_id,
-        "complete": len(samples) == manifest.rows,
+        "complete": rows == manifest.rows,
         "missing_samples": missing_samples(cache),
+        "problems": problems,
         "rows": manifest.rows,
-        "rows_committed": len(samples),
+        "rows_committed": rows,
+        "rows_per_shard": manifest.rows_per_shard,
         "shards": manifest.shards,
-        "shards_committed": len(records),
+        "shards_committed": len(readable),
         "top_k": manifest.top_k,
         "vocab_size": manifest.vocab_size,
         "value_dtype": manifest.value_dtype,
         "temperatures": list(manifest.temperatures),
         "tokens": tokens,
-        "bytes": stored,
-        "bytes_per_token": stored / tokens if tokens else None,
-        "bytes_per_token_by_array": {name: size / tokens for name, size in sorted(by_array.items())},
-        "top_k_mass": _mass(cache, chosen),
+        "bytes": sum(sizes.values()),
+        "bytes_per_token": sum(sizes.values()) / tokens if tokens else None,
+        "bytes_per_token_by_array": {name: size / tokens for name, size in sorted(sizes.items())},
+        "top_k_mass": _mass(cache, _spread(cache, readable, sample_rows), problems),
         "teacher": dict(manifest.teacher),
         "tokenizer": dict(manifest.tokenizer),
         "corpus": dict(manifest.corpus),
@@ -63,10 +74,35 @@ def inspect(path: Path | str | Cache, sample_rows: int = 16) -> dict[str, Any]:
     }
 
 
-def _mass(cache: Cache, samples: list[int]) -> dict[str, Any] | None:
+def spread_samples(path: Path | str | Cache, count: int) -> list[int]:
+    """At most ``count`` sample ids of committed shards, ascending and evenly spread; the first and the last included.
+
+    Raises CacheError where there is no cache. Reads no shard and no record.
+    """
+    cache = open_cache(path)
+    return _spread(cache, [shard for shard in committed_shards(cache) if shard < cache.manifest.shards], count)
+
+
+def _spread(cache: Cache, shards: list[int], count: int) -> list[int]:
+    manifest = cache.manifest
+    rows = sum(len(manifest.shard_samples(shard)) for shard in shards)
+    if not rows:
+        return []
+    chosen = sorted({*np.linspace(0, rows - 1, count).astype(int).tolist()})
+    # Only the last shard may be shorter than the others.
+    places = (divmod(row, manifest.rows_per_shard) for row in chosen)
+    return [manifest.shard_samples(shards[shard])[row] for shard, row in places]
+
+
+def _mass(cache: Cache, samples: list[int], problems: list[str]) -> dict[str, Any] | None:
     reader = CacheReader(cache)
     masses = []
-    for row in reader.read_many(samples):
+    for sample in samples:
+        try:
+            row = reader.read(sample)
+        except CacheError as error:
+            problems.append(str(error))
+            continue
         inside = -np.expm1(row.tail_logmass.astype("<f8"))  # 1 − tail: the tail was measured, the sum is rounded
         masses.append(inside[row.loss_mask > 0])
     mass = np.concatenate(masses) if masses else np.empty(0)
@@ -74,7 +110,7 @@ def _mass(cache: Cache, samples: list[int]) -> dict[str, Any] | None:
         return None
     counts, _ = np.histogram(mass, MASS_EDGES)
     return {
-        "rows": len(samples),
+        "rows": len(masses),
         "positions": len(mass),
         "mean": float(mass.mean()),
         "edges": list(MASS_EDGES),

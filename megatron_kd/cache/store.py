@@ -180,3 +180,8 @@ def ranges(numbers: Iterable[int], most: int = 8) -> str:
             found.append([number, number])
     words = [str(first) if first == last else f"{first}–{last}" for first, last in found[:most]]
     return ", ".join(words) + (f" and {len(found) - most} more ranges" if len(found) > most else "")
+
+
+def cache_exists(path: Path | str) -> bool:
+    """Whether a cache stands there, sound or not; what else stands at ``path`` is not looked at."""
+    return (Path(path) / "cache.json").exists()

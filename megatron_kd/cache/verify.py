@@ -9,31 +9,27 @@ deep        every row decoded: both hashes, and all that writing refuses, at eve
 from __future__ import annotations
 
 import dataclasses
-import json
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-import numpy as np
-import xxhash
+from megatron_kd.cache.checks import LEVELS, Check, Found, Level, ShardChecker
+from megatron_kd.cache.commits import read_commit
+from megatron_kd.cache.rank_table import check_rank_table
+from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges
+from megatron_kd.cache.text import printable, size_text
+from megatron_kd.cache.workers import run_tasks, usable_cores
+from megatron_kd.cache.writer import orphans
+from megatron_kd.progress import Advance, progress
 
-from megatron_kd.cache.array_reader import ArrayReader
-from megatron_kd.cache.array_writer import ABSENT
-from megatron_kd.cache.commits import CommitRecord, object_names, read_commit
-from megatron_kd.cache.mass import check_mass
-from megatron_kd.cache.rank_table import IdCoding, check_rank_table
-from megatron_kd.cache.row import check_row, content_hash
-from megatron_kd.cache.schema import ArraySpec, parse_array
-from megatron_kd.cache.shard_reader import ShardReader
-from megatron_kd.cache.store import Cache, committed_shards, missing_shards, open_cache, ranges
-from megatron_kd.cache.writer import group_attributes, orphans
-from megatron_kd.errors import CacheError
-from megatron_kd.progress import progress
+__all__ = ["LEVELS", "Level", "VerifyReport", "verify"]
 
-Level = Literal["inventory", "structure", "crc", "deep"]
-LEVELS: tuple[Level, ...] = get_args(Level)
-_READ_BYTES = 1 << 24
+# CPU seconds, as measured on one core: they decide how many processes are worth their start.
+_SECONDS_PER_SHARD = {"inventory": 5e-4, "structure": 5e-3, "crc": 5e-3, "deep": 5e-3}
+_SECONDS_PER_BYTE = {"inventory": 0.0, "structure": 0.0, "crc": 1.5e-9, "deep": 8e-9}
+_WORTH_A_PROCESS = 0.5
 
 
 @dataclass
@@ -42,7 +38,10 @@ class VerifyReport:
 
     Attributes:
         level: as asked for.
-        problems: one line each: what is wrong and where; holes included.
+        problems: one line each: what is wrong and where; holes included. In the order of the shards.
+        damaged_shards: committed shards with a problem, ascending; to be captured anew.
+        missing_samples: those of the shards that were never committed, in words; empty for none. A capture that still
+            runs, or was stopped, has some and no damage.
         shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts.
         bytes: of the files that committed shards consist of.
         orphans: attempts and temporary files that no record names. They take space and harm nothing; those of a
@@ -51,6 +50,8 @@ class VerifyReport:
 
     level: str
     problems: list[str] = field(default_factory=list)
+    damaged_shards: list[int] = field(default_factory=list)
+    missing_samples: str = ""
     shards_expected: int = 0
     shards_committed: int = 0
     rows_expected: int = 0
@@ -68,139 +69,130 @@ class VerifyReport:
         """JSON values, ``ok`` included."""
         return {"ok": self.ok, **dataclasses.asdict(self)}
 
+    def text(self) -> str:
+        """What was found in one line, then the problems, a line each."""
+        verdicts = []
+        if self.damaged_shards:
+            verdicts.append(f"shards {ranges(self.damaged_shards)} are damaged")
+        if self.missing_samples:
+            verdicts.append(f"incomplete, samples {self.missing_samples} are missing")
+        if self.problems and not verdicts:
+            verdicts.append("there are records of other shards than its own")
+        checked = f"{self.rows_committed:,} rows of {self.tokens:,} tokens, {size_text(self.bytes)}"
+        left = f"; {len(self.orphans)} leftovers, see `megatron-kd cache clean`" if self.orphans else ""
+        head = f"{'; '.join(verdicts) or 'no problem found'} at level {self.level} ({checked}{left})"
+        return "\n".join([head, *map(printable, self.problems)])
 
-def verify(path: Path | str | Cache, level: Level = "structure", *, show_progress: bool = False) -> VerifyReport:
+
+def verify(
+    path: Path | str | Cache, level: Level = "structure", *, workers: int | None = 1, show_progress: bool = False
+) -> VerifyReport:
     """Checks all committed shards and goes on after a problem, so that one run finds all damaged shards.
 
+    The report is the same for any number of workers.
+
+    Args:
+        workers: processes that share the work; 1 does all of it in this one, None takes as many as there are usable
+            cores and as the cache is worth. More than one is for programs whose main module can be imported, as for
+            ``multiprocessing``.
+
     Raises:
-        CacheError: where there is no cache, or its manifest or rank table is damaged: nothing can be judged then.
-        ValueError: for an unknown level.
+        CacheError: where there is no cache, or its manifest or rank table is damaged: nothing can be judged then; and
+            where a worker dies.
+        ValueError: for an unknown level or no worker.
     """
     if level not in LEVELS:
         raise ValueError(f"level {level!r} must be one of {', '.join(LEVELS)}")
+    if workers is not None and workers < 1:
+        raise ValueError(f"workers is {workers}, must be at least 1")
     cache = open_cache(path)
-    check_rank_table(cache.rank_table, cache.manifest.vocab_size)
     manifest = cache.manifest
+    check_rank_table(cache.rank_table, manifest.vocab_size)
     report = VerifyReport(level, shards_expected=manifest.shards, rows_expected=manifest.rows)
-    missing = missing_shards(cache)
-    if missing:
-        samples = ranges(sample for shard in missing for sample in manifest.shard_samples(shard))
-        report.problems.append(f"samples {samples} are missing: shards {ranges(missing)} were never committed")
     committed = committed_shards(cache)
-    beyond = [shard for shard in committed if shard >= manifest.shards]
-    if beyond:
-        report.problems.append(f"commit records of shards {ranges(beyond)}, but the cache has {manifest.shards} shards")
-    named: dict[str, int] = {}
-    coding = IdCoding(cache.rank_table)
-    with progress(f"verify {level}", len(committed), unit="shards", enabled=show_progress) as advance:
-        for shard in committed:
-            if shard < manifest.shards:
-                record = _collect(report, read_commit, cache, shard)
-                if record is not None:
-                    _verify_shard(cache, coding, record, LEVELS.index(level), report)
-                    if record.attempt in named:
-                        report.problems.append(f"shards {named[record.attempt]} and {shard} name one directory")
-                    named[record.attempt] = shard
-            advance(1)
-    report.orphans = [str(orphan.relative_to(cache.path)) for orphan in _collect(report, orphans, cache) or []]
+    _report_holes(cache, committed, report)
+    shards = {shard: _Shard(len(manifest.shard_samples(shard))) for shard in committed if shard < manifest.shards}
+    rows = sum(shard.rows for shard in shards.values())
+    if workers is None:
+        workers = _worthwhile(cache, list(shards), level)
+    with progress(f"verify {level}", rows, unit="rows", enabled=show_progress) as advance:
+        run_tasks(
+            (Check(shard) for shard in shards),
+            partial(ShardChecker, cache if workers == 1 else cache.path, level),
+            lambda check, found: shards[check.shard].take(check, found, advance),
+            workers,
+        )
+    _add_up(shards, report)
+    left = Found(report.problems)  # a record that cannot be read is no new problem
+    report.orphans = [str(orphan.relative_to(cache.path)) for orphan in left.collect(orphans, cache) or []]
     return report
 
 
-def _collect[**P, T](report: VerifyReport, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-    """Runs a check; a CacheError or what the system refuses becomes a problem of the report."""
-    try:
-        return check(*args, **kwargs)
-    except (CacheError, OSError) as error:
-        if str(error) not in report.problems:
-            report.problems.append(str(error))
-        return None
+def _report_holes(cache: Cache, committed: list[int], report: VerifyReport) -> None:
+    manifest, there = cache.manifest, set(committed)
+    missing = [shard for shard in range(manifest.shards) if shard not in there]
+    if missing:
+        samples = ranges(sample for shard in missing for sample in manifest.shard_samples(shard))
+        report.missing_samples = samples
+        report.problems.append(f"samples {samples} are missing: shards {ranges(missing)} were never committed")
+    beyond = [shard for shard in committed if shard >= manifest.shards]
+    if beyond:
+        report.problems.append(f"commit records of shards {ranges(beyond)}, but the cache has {manifest.shards} shards")
 
 
-def _verify_shard(cache: Cache, coding: IdCoding, record: CommitRecord, depth: int, report: VerifyReport) -> None:
-    before = len(report.problems)
-    folder = cache.shards_folder / record.attempt
-    report.shards_committed += 1
-    report.rows_committed += record.rows
-    report.tokens += record.tokens
-    report.bytes += record.stored_bytes
-    _collect(report, _check_inventory, cache, folder, record)
-    if depth >= LEVELS.index("structure") and len(report.problems) == before:
-        _collect(report, _check_group, cache, folder, record)
-        for spec in cache.manifest.arrays.values():
-            _collect(report, _check_structure, folder, spec)
-        _collect(report, ShardReader, cache, coding, record.shard_index)
-    if depth >= LEVELS.index("crc") and len(report.problems) == before:
-        for name in sorted(object_names(cache)):
-            _collect(report, _check_object, folder, name, record)
-        for name in cache.manifest.arrays:
-            array = ArrayReader(folder / name)
-            for chunk in range(array.chunks):
-                _collect(report, array.check_chunk, chunk)
-    if depth >= LEVELS.index("deep") and len(report.problems) == before:
-        shard = ShardReader(cache, coding, record.shard_index)
-        for row in range(record.rows):
-            _collect(report, _check_content, cache, shard, row)
+def _worthwhile(cache: Cache, shards: list[int], level: Level) -> int:
+    first = Found().collect(read_commit, cache, shards[0]) if shards else None
+    size = first.stored_bytes if first else 0
+    seconds = len(shards) * (_SECONDS_PER_SHARD[level] + size * _SECONDS_PER_BYTE[level])
+    return max(1, min(usable_cores(), int(seconds / _WORTH_A_PROCESS)))
 
 
-def _check_inventory(cache: Cache, folder: Path, record: CommitRecord) -> None:
-    found = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
-    for name, entry in record.objects.items():
-        if found.get(name) != entry["bytes"]:
-            size = f"{found[name]} bytes" if name in found else "nothing"
-            raise CacheError(f"{folder / name}: the commit record has {entry['bytes']} bytes, the disk {size}")
-    extra = sorted(found.keys() - record.objects.keys())
-    if extra:
-        raise CacheError(f"{folder} holds files that its commit record does not name: {', '.join(extra[:5])}")
+class _Shard:
+    """The checks of one shard: files follow its structure, rows follow its files, each only where all was well."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.problems: dict[tuple[int, int], list[str]] = {}
+        self.whole = Found()
+        self._waiting = 1
+        self._shown = 0
+        self._weight = 0.0
+
+    def take(self, check: Check, found: Found, advance: Advance) -> Iterable[Check]:
+        """Notes what a check found; returns those that follow."""
+        following: list[Check] = []
+        self._waiting -= 1
+        if check.rows is None and not check.files:
+            self.whole, following = found, found.files
+            self.problems[0, 0] = found.problems
+        else:
+            self._weight += check.weight
+            checks = self.whole.files if check.files else self.whole.rows
+            self.problems[1 if check.files else 2, checks.index(check)] = found.problems
+            if check.files and not self._waiting and not any(self.problems.values()):
+                following = self.whole.rows
+        self._waiting += len(following)
+        total = sum(part.weight for part in (*self.whole.files, *self.whole.rows))
+        shown = int(self.rows * self._weight / total) if self._waiting else self.rows
+        if shown > self._shown:
+            advance(shown - self._shown)
+            self._shown = shown
+        return following
 
 
-def _check_group(cache: Cache, folder: Path, record: CommitRecord) -> None:
-    try:
-        attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CacheError(f"{folder / 'zarr.json'} is not the metadata of a zarr group: {error}") from error
-    if attributes != group_attributes(cache, record.shard_index):
-        raise CacheError(f"{folder / 'zarr.json'} has other attributes than cache.json: {attributes}")
-
-
-def _check_structure(folder: Path, spec: ArraySpec) -> None:
-    array = ArrayReader(folder / spec.name)
-    stored = json.loads((folder / spec.name / "zarr.json").read_bytes())
-    # ArrayReader reads more than we write, so the metadata is compared as a whole.
-    if stored != spec.metadata(array.length):
-        wanted = parse_array(spec.metadata(array.length), spec.name).spec
-        raise CacheError(f"{folder / spec.name / 'zarr.json'} describes {array.spec}, cache.json needs {wanted}")
-    extents = array.extents()
-    absent = np.flatnonzero((extents == ABSENT).any(-1))
-    if len(absent):
-        raise CacheError(f"{array.path}: inner chunks {ranges(absent.tolist())} were never written")
-    ends = extents.sum(-1)
-    # Our writer leaves no gap: chunks follow each other from 0 to the index.
-    if extents[0, 0] != 0 or (extents[1:, 0] != ends[:-1]).any() or ends[-1] != array.size - array.index_bytes:
-        raise CacheError(f"{array.path}: inner chunks do not follow each other from the start of the file to the index")
-
-
-def _check_object(folder: Path, name: str, record: CommitRecord) -> None:
-    state = xxhash.xxh3_128()
-    with open(folder / name, "rb") as file:
-        while data := file.read(_READ_BYTES):
-            state.update(data)
-    if state.hexdigest() != record.objects[name]["xxh3_128"]:
-        raise CacheError(f"{folder / name} is damaged: its xxh3_128 is not the one in the commit record")
-
-
-def _check_content(cache: Cache, shard: ShardReader, row: int) -> None:
-    manifest = cache.manifest
-    sample = manifest.shard_samples(shard.record.shard_index)[row]
-    try:
-        decoded = shard.row(row, 0, shard.length(row))
-    except CacheError as error:
-        raise CacheError(f"sample {sample}: {error}") from error
-    if content_hash(decoded, manifest.value_dtype) != shard.record.content_hashes[row]:
-        raise CacheError(f"sample {sample} in {shard.folder} does not decode to what was committed")
-    check_row(
-        decoded,
-        vocab_size=manifest.vocab_size,
-        top_k=manifest.top_k,
-        extra_temperatures=len(manifest.temperatures) - 1,
-    )
-    check_mass(decoded, manifest.temperatures, manifest.value_dtype)
+def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
+    attempts: dict[str, int] = {}
+    for index, shard in shards.items():
+        problems = [problem for order in sorted(shard.problems) for problem in shard.problems[order]]
+        whole = shard.whole
+        if whole.attempt:
+            report.shards_committed += 1
+            report.rows_committed += whole.row_count
+            report.tokens += whole.tokens
+            report.bytes += whole.bytes
+            if whole.attempt in attempts:
+                problems.append(f"shards {attempts[whole.attempt]} and {index} name one directory")
+            attempts[whole.attempt] = index
+        if problems:
+            report.problems += problems
+            report.damaged_shards.append(index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -21,28 +20,50 @@ from megatron_kd.console import is_first_rank, print_figures, quiet_libraries
 @cache_app.command("inspect")
 def cache_inspect(
     path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    rows: Annotated[int, typer.Option(min=0, help="Also show so many rows in words, spread over the cache.")] = 0,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Spell ids out with this tokenizer: its folder or GGUF file.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Say what a cache holds.
 
-    Shape, teacher, bytes per token, probability mass of the kept tokens, missing rows.
+    Shape, teacher, bytes per token, probability mass of the kept tokens, missing rows; with --rows the text of some
+    positions, the token that follows and what the teacher expected.
     """
-    from megatron_kd.cache.inspect import inspect
+    from megatron_kd.cache.inspect import inspect, spread_samples
+    from megatron_kd.cache.inspect_text import inspect_text
+    from megatron_kd.errors import ConfigError
 
+    if tokenizer is not None and not rows:
+        raise ConfigError("--tokenizer spells out the rows that --rows shows: give a number of rows")
     seen = inspect(path)
-    print_figures(seen, json_, json.dumps(seen, indent=2, ensure_ascii=False))
+    text = inspect_text(seen)
+    if rows:
+        quiet_libraries()
+        from megatron_kd.data.decoded_rows import decode_rows, find_tokenizer
+
+        found, why = find_tokenizer(seen["tokenizer"], path, tokenizer)
+        decoded = decode_rows(path, spread_samples(path, rows), found)
+        seen |= {"decoded_rows": [row.to_dict() for row in decoded], "ids_not_spelled_out": why}
+        text = "\n".join([text, "", *([why] if why else []), *(row.text() for row in decoded)])
+    print_figures(seen, json_, text)
 
 
 @cache_app.command("verify")
 def cache_verify(
     path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
     level: Annotated[str, typer.Option(help="inventory, structure, crc or deep.")] = "crc",
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Processes; by default as many as there are cores and work for them.")
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Check a cache for holes and damage.
 
     Exits with status 1 where anything is wrong. Each level includes the ones before it: inventory (files and sizes),
-    structure (metadata and indices), crc (checksums), deep (every row decoded).
+    structure (metadata and indices), crc (checksums), deep (every row decoded). While a capture is still running,
+    samples are missing and nothing is damaged.
     """
     from typing import get_args
 
@@ -51,11 +72,29 @@ def cache_verify(
 
     if level not in get_args(Level):
         raise ConfigError(f"--level is {level!r}, must be one of {', '.join(get_args(Level))}")
-    report = verify(path, level, show_progress=True)  # type: ignore[arg-type]
-    text = "\n".join(report.problems) if report.problems else f"{path}: no problem found at level {level}"
-    print_figures(report.to_dict(), json_, text)
+    report = verify(path, level, workers=workers, show_progress=True)  # type: ignore[arg-type]
+    print_figures(report.to_dict(), json_, f"{path}: {report.text()}")
     if not report.ok:
         raise typer.Exit(1)
+
+
+@cache_app.command("clean")
+def cache_clean(
+    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    idle_hours: Annotated[
+        float, typer.Option(min=0, help="Keep what was written to in so many hours: a capture may be at work on it.")
+    ] = 24.0,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    json_: Json = False,
+) -> None:
+    """Remove what crashed captures left.
+
+    Committed shards are never touched: only attempts and temporary files that no record names.
+    """
+    from megatron_kd.cache.clean import clean
+
+    report = clean(path, idle_hours * 3600, dry_run=dry_run)
+    print_figures(report.to_dict(), json_, report.text())
 
 
 @cache_app.command("import")

@@ -108,25 +108,48 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
 
 
 @app.command()
-def capture(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
+def capture(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    part: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I/N",
+            help="Do the I-th of N parts, counted from 1, and leave the others to other jobs: "
+            "--part $SLURM_ARRAY_TASK_ID/$SLURM_ARRAY_TASK_COUNT under sbatch --array=1-N.",
+        ),
+    ] = None,
+    repair: Annotated[
+        bool,
+        typer.Option("--repair", help="Compare the checksums of what is there and capture damaged shards again."),
+    ] = False,
+    json_: Json = False,
+) -> None:
     """Score all rows with the teacher, once.
 
     Keeps the top-K log-probabilities of every position in teacher.cache. Started again, it does only what is missing.
+    SIGTERM and SIGUSR1 end it with what is done so far.
     """
     from megatron_kd.config import load_recipe
+    from megatron_kd.teacher.part import WHOLE, Part
 
+    share = WHOLE if part is None else Part.parse(part)
     loaded = load_recipe(recipe, overrides or [])
     refuse_wrong_world(loaded)
     quiet_libraries()
     from megatron_kd.teacher.capture import capture as run
 
-    report = run(loaded)
-    figures = report.to_dict()
+    report = run(loaded, part=share, repair=repair)
+    state = "complete"
+    if not report.complete:
+        state = (
+            f"{'stopped, start it again to go on; ' if report.stopped else ''}missing: samples {report.missing_samples}"
+        )
     print_figures(
-        figures,
+        report.to_dict(),
         json_,
         f"{loaded.teacher.cache}: {report.rows} rows, {report.rows_captured} captured now "
-        f"({figures['tokens_per_s']:.0f} tokens/s), {report.bytes_per_token:.0f} bytes per token",
+        f"({report.tokens_per_s:.0f} tokens/s), {report.bytes_per_token:.0f} bytes per token, {state}",
     )
 
 

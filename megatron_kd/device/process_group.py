@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,7 @@ from megatron_kd.device.platform import current_device, is_cuda
 from megatron_kd.errors import RemoteRankError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+_STILL_WORKING_S = 2.0
 
 
 def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> None:
@@ -58,8 +61,7 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return [bool(value) for value in values.tolist()]
     except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise RemoteRankError(f"a rank of this job died or no longer answers; look at its log ({reason})") from error
+        raise _lost_rank(error) from error
 
 
 @contextmanager
@@ -86,4 +88,81 @@ def fail_together(what: str) -> Iterator[None]:
         raise error
     failed = any_rank(False)
     if failed:
-        raise RemoteRankError(f"{what} failed on another rank; its message says why")
+        raise RemoteRankError(_elsewhere(what))
+
+
+def _elsewhere(what: str) -> str:
+    return f"{what} failed on another rank; its message says why"
+
+
+@contextmanager
+def lost_ranks_reported() -> Iterator[None]:
+    """Around collectives: one that a dead rank broke raises a RemoteRankError instead of the backend's error."""
+    try:
+        yield
+    except RuntimeError as error:
+        # Gloo has no error class of its own, and running out of memory is a RuntimeError as well.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise _lost_rank(error) from error
+
+
+def _lost_rank(error: RuntimeError) -> RemoteRankError:
+    reason = str(error).splitlines()[0]
+    return RemoteRankError(f"a rank of this job died or no longer answers; look at its log ({reason})")
+
+
+def first_rank_tells[T](what: str, ask: Callable[[], T]) -> T:
+    """What the first rank finds out, on all ranks, so that none goes by what it would have seen itself. Collective.
+
+    The others hear every few seconds that it is still at work: it may take longer than a collective may wait.
+
+    Args:
+        what: what is done, for the message on the other ranks: ``… failed on another rank``.
+        ask: called on the first rank only, where there are several in a thread; holds no collective. Its result is
+            pickled.
+
+    Raises:
+        Exception: on the first rank, what ``ask`` raised.
+        RemoteRankError: on the others in that case, or where a rank died.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return ask()
+    asked: Future[T] = Future()
+    is_first = dist.get_rank() == 0
+    if is_first:
+        # A daemon: Ctrl-C must not wait for it.
+        threading.Thread(target=_answer, args=(asked, ask), name=what, daemon=True).start()
+    answered = failed = False
+    while not answered:
+        if is_first:
+            wait([asked], _STILL_WORKING_S)
+        done = asked.done()
+        answered, failed = on_any_rank([done, done and asked.exception() is not None])
+    if failed and not is_first:
+        raise RemoteRankError(_elsewhere(what))
+    answer = [asked.result() if is_first else None]
+    with lost_ranks_reported():
+        dist.broadcast_object_list(answer, src=0, device=current_device())
+    return cast(T, answer[0])
+
+
+def _answer[T](asked: Future[T], ask: Callable[[], T]) -> None:
+    try:
+        asked.set_result(ask())
+    except Exception as error:
+        asked.set_exception(error)
+
+
+def sum_over_ranks(values: Sequence[int]) -> list[int]:
+    """Adds up integers below 2^63 over all ranks. Collective.
+
+    Raises:
+        RemoteRankError: a rank died or did not answer in time.
+    """
+    if not dist.is_initialized():
+        return list(values)
+    total = torch.tensor(list(values), dtype=torch.int64, device=current_device())
+    with lost_ranks_reported():
+        dist.all_reduce(total)
+        return [int(value) for value in total.tolist()]

@@ -1,190 +1,223 @@
 """The capture job: the teacher scores every sample once, and its targets become a cache.
 
 Shards are the unit of work: a shard is written whole by one data-parallel rank, or not at all, so that a job killed
-at any moment and started again, in whatever layout, does only what is missing.
+at any moment and started again, in whatever layout, does only what is missing. Data-parallel ranks work in rounds of
+one shard each; within a round all ranks exchange a word after every micro batch, so that they end together.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import random
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
-from megatron_kd.cache.manifest import CacheManifest
-from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
-from megatron_kd.cache.row import Row
-from megatron_kd.cache.store import create_cache, missing_shards
-from megatron_kd.cache.writer import write_shard
+from megatron_kd.cache.commits import read_commit
+from megatron_kd.cache.store import Cache, committed_shards, missing_samples, missing_shards, ranges
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet, open_samples
-from megatron_kd.device import current_device, fail_together
-from megatron_kd.errors import CacheError, ConfigError, DataError
+from megatron_kd.device import StopOnSignal, fail_together, first_rank_tells, on_any_rank, sum_over_ranks
+from megatron_kd.errors import CacheError, ConfigError, RemoteRankError
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import Advance, progress
+from megatron_kd.teacher.capture_cache import (
+    check_committed,
+    check_samples,
+    check_tokenizer,
+    open_or_create_cache,
+)
 from megatron_kd.teacher.engine import TeacherEngine, open_teacher
-from megatron_kd.versions import installed_versions
-
-SHARD_TOKENS = 2 * 2**20  # about half a gigabyte at K = 100
-ENGINE_PACKAGES = {"megatron": "megatron-core", "hf": "transformers"}
+from megatron_kd.teacher.part import WHOLE, Part
+from megatron_kd.teacher.score import row_dtype, score_rows
+from megatron_kd.teacher.shard_writer import WAITING_ROWS, ShardWriter
 
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What a capture did, over all ranks."""
+    """What a capture did, over all ranks of this job.
+
+    Attributes:
+        rows: of the complete cache.
+        rows_captured, tokens_captured: by this job.
+        seconds: scoring and writing; loading the teacher is not counted.
+        tokens_per_s: of this job.
+        bytes_per_token: of what is committed so far, commit records included; 0 while nothing is.
+        complete: nothing is missing, in no part.
+        missing_samples: what is, in words, such as ``0–9, 40–44``; empty for a complete cache.
+        stopped: a signal ended it before its part was done.
+    """
 
     rows: int
     rows_captured: int
     tokens_captured: int
     seconds: float
+    tokens_per_s: float
     bytes_per_token: float
+    complete: bool
+    missing_samples: str
+    stopped: bool
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
-        rate = self.tokens_captured / self.seconds if self.seconds else 0.0
-        return {**self.__dict__, "tokens_per_s": rate}
+        return dataclasses.asdict(self)
 
 
-def rows_per_shard(recipe: Recipe) -> int:
-    """The recipe's, or as many rows as make a shard of about two million tokens."""
-    return recipe.teacher.capture.rows_per_shard or max(1, SHARD_TOKENS // recipe.data.seq_length)
-
-
-def check_samples(recipe: Recipe, samples: SampleSet) -> None:
-    """Raises DataError where the prepared samples are not those of the recipe."""
-    if samples.seq_length != recipe.data.seq_length:
-        raise DataError(
-            f"{samples.path} holds rows of {samples.seq_length} tokens, data.seq_length is {recipe.data.seq_length}: "
-            "prepare them again in another folder, or correct the recipe"
-        )
-    for role, model in (("teacher", recipe.teacher.model), ("student", recipe.student.model)):
-        if samples.vocab_size > model.vocab_size:
-            raise DataError(
-                f"{samples.path} was made with a tokenizer of {samples.vocab_size} tokens "
-                f"({samples.tokenizer_identity.get('name')}), {role}.model {model.name!r} knows {model.vocab_size}"
-            )
-
-
-def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) -> tuple[CacheManifest, np.ndarray]:
-    """The manifest and the rank table of this recipe's cache. Ids are numbered by their frequency in the samples."""
-    table = build_rank_table(samples.token_counts(vocab_size=recipe.teacher.model.vocab_size))
-    manifest = CacheManifest(
-        rows=len(samples),
-        rows_per_shard=rows_per_shard(recipe),
-        top_k=recipe.teacher.top_k,
-        vocab_size=recipe.teacher.model.vocab_size,
-        rank_table_hash=rank_table_hash(table),
-        value_dtype=recipe.teacher.capture.value_dtype,
-        temperatures=tuple(recipe.teacher.temperatures),
-        teacher=teacher,
-        tokenizer=samples.tokenizer_identity,
-        corpus={"content": samples.manifest["content"], "samples": samples.manifest["samples"]},
-        library_versions=installed_versions(
-            "megatron-kd", "torch", ENGINE_PACKAGES[recipe.teacher.engine], "numcodecs", "numpy"
-        ),
-    )
-    return manifest, table
-
-
-def capture(recipe: Recipe, *, show_progress: bool = True) -> CaptureReport:
+def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_progress: bool = True) -> CaptureReport:
     """Runs the job on this rank. Collective over all ranks of the recipe.
+
+    SIGTERM, SIGUSR1 and Ctrl-C end it after the micro batch; shards whose rows are all scored are still committed.
+
+    Args:
+        part: the share of the shards this job does; others may run at the same time.
+        repair: compare all checksums of what is committed, and capture damaged shards again.
 
     Raises:
         ConfigError, DataError, CheckpointError: before any work.
-        CacheError: the cache belongs to another teacher or other samples, or the disk refuses; on every rank.
+        CacheError: the cache belongs to another teacher or other samples, is damaged, or the disk refuses; on every
+            rank, as itself or as a RemoteRankError.
+        RemoteRankError: another rank failed or died.
     """
     if recipe.teacher.cache is None:
         raise ConfigError("teacher.cache is not set: name the folder the captured targets go to")
     groups = join_ranks(recipe)
-    path = Path(recipe.teacher.cache)
     with fail_together("opening the samples"):
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)
+    first_rank_tells("comparing the tokenizers", lambda: check_tokenizer(recipe, samples))
     teacher = open_teacher(recipe, groups)
-    with fail_together(f"creating the cache {path}"):
-        manifest, table = manifest_for(recipe, samples, teacher.identity())
-        cache = create_cache(path, manifest, table)
-        todo = missing_shards(cache)
-    rows_todo = sum(len(manifest.shard_samples(shard)) for shard in todo)
-    started = time.monotonic()
-    is_first = groups.dp_rank == 0 and groups.is_first_tp_rank
-    # Shards that other ranks work on at the same time move the bar as well: it counts rows of all ranks.
-    with progress(f"capture → {path}", rows_todo, unit="rows", enabled=show_progress and is_first) as advance:
-        for begin in range(0, len(todo), groups.dp_size):
-            mine = begin + groups.dp_rank
-            together = min(groups.dp_size, len(todo) - begin)
-            rows: list[Row] = []
-            if mine < len(todo):
-                wanted = manifest.shard_samples(todo[mine])
-                rows = _score(recipe, teacher, samples, wanted, groups, advance, together)
-            with fail_together(f"writing to {path}"):
-                if rows and groups.is_first_tp_rank:
-                    write_shard(cache, todo[mine], rows)
-    seconds = time.monotonic() - started
-    with fail_together(f"checking {path}"):
-        left = missing_shards(cache)
-        if left:
-            raise CacheError(f"{path} still lacks shards {left[:5]}: run megatron-kd capture again")
-        stored = sum(file.stat().st_size for file in (path / "shards").rglob("*") if file.is_file())
-    tokens = len(samples) * samples.seq_length
-    return CaptureReport(len(samples), rows_todo, rows_todo * samples.seq_length, seconds, stored / tokens)
+    show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
+    cache = open_or_create_cache(recipe, samples, teacher, groups)
+    shards = part.shards(cache.manifest.shards)
+    check_committed(cache, shards, repair=repair, show_progress=show)
+    return _Capture(recipe, samples, teacher, groups, cache, shards).run(show)
 
 
-def _score(
-    recipe: Recipe,
-    teacher: TeacherEngine,
-    samples: SampleSet,
-    ids: range,
-    groups: ParallelGroups,
-    advance: Advance,
-    together: int,
-) -> list[Row]:
-    """The rows of one shard, scored in micro batches."""
-    rows: list[Row] = []
-    step = recipe.teacher.capture.micro_batch_size
-    for begin in range(ids.start, ids.stop, step):
-        batch_ids = range(begin, min(begin + step, ids.stop))
-        rows += score_rows(teacher, samples, batch_ids, _numpy_dtype(recipe.teacher.capture.value_dtype))
-        advance(len(batch_ids) * together)
-    return rows
+def draw_shards(todo: list[int], most: int, chance: random.Random) -> list[int]:
+    """At most so many of the shards to do, drawn by lot.
 
-
-def score_rows(
-    teacher: TeacherEngine, samples: SampleSet, ids: Sequence[int], dtype: type[np.floating[Any]]
-) -> list[Row]:
-    """Some samples as rows of a cache, scored in one forward pass. Collective over the tensor-parallel group.
-
-    Args:
-        dtype: of the log-probabilities, float16 or float32.
+    Two jobs over the same shards then seldom meet, where two that started together and went in order would do
+    everything twice.
     """
-    batch = samples.rows(ids)
-    b, s = batch.tokens.shape
-    extracted = teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
-    k = extracted.targets.top_k
-    token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
-    logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
-    tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
-    extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
-    return [
-        Row(
-            sample_id=sample,
-            tokens=batch.tokens[i],
-            loss_mask=batch.loss_mask[i],
-            document_offsets=batch.document_offsets[i],
-            ids=np.ascontiguousarray(token_ids[:, i]),
-            logprobs=np.minimum(logprobs[:, i], 0.0).astype(dtype),
-            tail_logmass=np.minimum(tails[:, i], 0.0),
-            log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
-            tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
+    return chance.sample(todo, min(most, len(todo)))
+
+
+class _Capture:
+    """The rounds of one job over its part of the shards."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        samples: SampleSet,
+        teacher: TeacherEngine,
+        groups: ParallelGroups,
+        cache: Cache,
+        shards: range,
+    ) -> None:
+        self._samples, self._teacher, self._groups, self._cache, self._shards = samples, teacher, groups, cache, shards
+        self._micro_batch_size = recipe.teacher.capture.micro_batch_size
+        self._dtype = row_dtype(recipe.teacher.capture.value_dtype)
+        self._writing = f"writing to {cache.path}"
+        self._taken: set[int] = set()
+        self._scored = 0
+        self._started = time.monotonic()
+        self._chance = random.Random()
+
+    def run(self, show_progress: bool) -> CaptureReport:
+        """All rounds, then what they came to. Collective over all ranks."""
+        left, _ = first_rank_tells(f"checking {self._cache.path}", self._next_round)
+        stopped = False
+        self._started = time.monotonic()
+        with (
+            StopOnSignal("ending after this micro batch") as stop,
+            ShardWriter(self._cache, max(WAITING_ROWS, self._micro_batch_size)) as writer,
+            progress(f"capture → {self._cache.path}", left, unit="rows", enabled=show_progress) as advance,
+        ):
+            while not stopped:
+                still_left, shards = first_rank_tells(f"checking {self._cache.path}", self._next_round)
+                if still_left < left:
+                    advance(left - still_left)  # another job did those
+                if not shards:
+                    break
+                stopped = self._score_round(shards, writer, stop, advance)
+                left = still_left - sum(len(self._cache.manifest.shard_samples(shard)) for shard in shards)
+            with fail_together(self._writing):
+                writer.finish()
+        rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in writer.committed)
+        (rows,) = sum_over_ranks([rows])
+        seconds = time.monotonic() - self._started
+        return first_rank_tells(f"checking {self._cache.path}", lambda: self._report(rows, seconds, stopped))
+
+    def _next_round(self) -> tuple[int, list[int]]:
+        """How many rows are left that nobody has done, and the shards that this job's ranks take next."""
+        todo = [s for s in missing_shards(self._cache) if s in self._shards and s not in self._taken]
+        rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in todo)
+        return rows, draw_shards(todo, self._groups.dp_size, self._chance)
+
+    def _score_round(self, shards: list[int], writer: ShardWriter, stop: StopOnSignal, advance: Advance) -> bool:
+        """One shard per data-parallel rank; ranks without one take part in the exchanges. Returns whether to stop."""
+        self._taken.update(shards)
+        samples = [self._cache.manifest.shard_samples(shard) for shard in shards]
+        has_shard = self._groups.dp_rank < len(shards)
+        mine = samples[self._groups.dp_rank] if has_shard else range(0)
+        writes = has_shard and self._groups.is_first_tp_rank
+        if writes:
+            writer.begin(shards[self._groups.dp_rank])
+        for begin in range(0, max(map(len, samples)), self._micro_batch_size):
+            micro_batch = slice(begin, begin + self._micro_batch_size)
+            if mine[micro_batch]:
+                for row in score_rows(self._teacher, self._samples, mine[micro_batch], self._dtype):
+                    if writes:
+                        writer.put(row)
+            if self._agree(writer, stop):
+                writer.abandon()
+                return True
+            rows = sum(len(part[micro_batch]) for part in samples)
+            self._scored += rows
+            advance(rows, f"{self._tokens_per_s():,.0f} tokens/s")
+        if writes:
+            writer.end()
+        return False
+
+    def _agree(self, writer: ShardWriter, stop: StopOnSignal) -> bool:
+        """Whether any rank was told to stop; raises on all where any cannot write. One exchange does both."""
+        error: Exception | None = None
+        try:
+            writer.check()
+        except Exception as caught:
+            error = caught
+        try:
+            failed, stopping = on_any_rank([error is not None, stop.received is not None])
+        except RemoteRankError as dead:
+            if error is not None:
+                raise error from dead
+            raise
+        if error is not None:
+            raise error
+        if failed:
+            raise RemoteRankError(f"{self._writing} failed on another rank; its message says why")
+        return stopping
+
+    def _tokens_per_s(self) -> float:
+        return self._scored * self._samples.seq_length / max(time.monotonic() - self._started, 1e-9)
+
+    def _report(self, rows_captured: int, seconds: float, stopped: bool) -> CaptureReport:
+        cache, length = self._cache, self._samples.seq_length
+        missing = missing_shards(cache)
+        mine = [shard for shard in missing if shard in self._shards]
+        if mine and not stopped:
+            raise CacheError(f"{cache.path} still lacks shards {ranges(mine)}: run megatron-kd capture again")
+        records = [read_commit(cache, shard) for shard in committed_shards(cache)]
+        stored = sum(record.stored_bytes + len(record.to_json()) for record in records)
+        return CaptureReport(
+            rows=len(self._samples),
+            rows_captured=rows_captured,
+            tokens_captured=rows_captured * length,
+            seconds=seconds,
+            tokens_per_s=rows_captured * length / seconds,
+            bytes_per_token=stored / max(1, sum(record.tokens for record in records)),
+            complete=not missing,
+            missing_samples=missing_samples(cache),
+            stopped=stopped,
         )
-        for i, sample in enumerate(ids)
-    ]
-
-
-def _numpy_dtype(value_dtype: str) -> type[np.floating[Any]]:
-    return np.float16 if value_dtype == "float16" else np.float32

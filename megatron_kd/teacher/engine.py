@@ -41,13 +41,17 @@ def open_teacher(recipe: Recipe, groups: ParallelGroups) -> TeacherEngine:
     """Loads the teacher with the engine that ``teacher.engine`` names. Collective over all ranks.
 
     Raises:
-        ConfigError: the recipe names no weights, or the engine cannot run in this layout.
+        ConfigError: the recipe names no weights, or the engine is not installed or cannot run in this layout.
         CheckpointError: the weights are missing, damaged or of another model.
     """
     if recipe.teacher.engine == "hf":
         from megatron_kd.teacher.hf_engine import HFTeacher  # transformers takes seconds to import
 
         return HFTeacher(recipe)
+    if recipe.teacher.engine == "vllm":
+        from megatron_kd.teacher.vllm_engine import VLLMTeacher
+
+        return VLLMTeacher(recipe)
     from megatron_kd.teacher.megatron_engine import MegatronTeacher
 
     return MegatronTeacher(recipe, groups)

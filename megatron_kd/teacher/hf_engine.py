@@ -1,8 +1,8 @@
 """The teacher as transformers runs it: any causal language model in a local folder or a GGUF file.
 
 The model gives hidden states, and the head's rows are read by our own top-K extraction, chunk by chunk. What else a
-model does to its logits (a scale, a bias) is applied, or the model is refused; a probe at the start compares a few
-positions with the model's own logits, so that nothing unknown is passed over.
+model does to its logits (a bias, a scale, a soft cap) is applied, or the model is refused; a probe at the start
+compares a few positions with the model's own logits, so that nothing unknown is passed over.
 
 b rows, s positions, N = s·b tokens sequence first, D hidden, V vocabulary.
 """
@@ -28,6 +28,7 @@ PROBE_TOKENS = 8
 _SCALES = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Keys of configurations that scale the logits: the factor's exponent."""
 _SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Keys of configurations that have a soft cap c: logits become c·tanh(logits / c), after bias and scale."""
 _GEMM_MULTIPLE = 8  # columns that tensor cores like in 16 bits
 
 
@@ -117,10 +118,10 @@ class HFTeacher:
 
 
 class Head:
-    """The output head of a transformers model: the rows [V, D], a bias if there is one, the scale of the logits."""
+    """The output head of a transformers model: the rows [V, D], a bias if any, scale and soft cap of the logits."""
 
     def __init__(self, model: Any, vocab_size: int) -> None:
-        """Raises CheckpointError for a head that cannot be read row by row, or whose logits are soft-capped."""
+        """Raises CheckpointError for a head that cannot be read row by row."""
         config = model.config.get_text_config()
         layer = model.get_output_embeddings()
         weight = getattr(layer, "weight", None)
@@ -134,13 +135,8 @@ class Head:
                 f"the output head has {weight.shape[0]} rows, teacher.model.vocab_size is {vocab_size}: "
                 f"set it to {weight.shape[0]}"
             )
-        for key in _SOFT_CAPS:
-            if getattr(config, key, None):
-                raise CheckpointError(
-                    f"the model soft-caps its logits ({key} {getattr(config, key)}), which the engine hf does not "
-                    "do: use another teacher"
-                )
         self.scale = logit_scale(config)
+        self.softcap = logit_softcap(config)
         # A bias is one more column of the head, against a hidden unit of 1.
         self._columns = 0
         bias = getattr(layer, "bias", None)
@@ -155,7 +151,8 @@ class Head:
         """``extract_top_k`` of the model's logits, hidden [N, D]. The first temperature is that of the targets."""
         if self._columns:
             hidden = pad(pad(hidden, (0, 1), value=1.0), (0, self._columns - 1))
-        # Logits times a scale at a temperature are the bare ones at temperature / scale: nothing is rounded.
+        # Logits times a scale at a temperature are the bare ones at temperature / scale: nothing is rounded. So is
+        # c·tanh(scale·x / c) scale times the bare x soft-capped at c / scale.
         first, *others = (temperature / self.scale for temperature in temperatures)
         bare = extract_top_k(
             hidden,
@@ -164,6 +161,7 @@ class Head:
             vocab_size=self.weight.shape[0],
             temperature=first,
             extra_temperatures=tuple(others),
+            logit_softcap=None if self.softcap is None else self.softcap / self.scale,
             chunk_bytes=chunk_bytes,
         )
         targets = TopKTargets(bare.targets.ids, bare.targets.logprobs, bare.targets.tail_logmass, temperatures[0])
@@ -178,13 +176,25 @@ def logit_scale(config: Any) -> float:
     """
     scale = 1.0
     for key, exponent in _SCALES.items():
-        value = getattr(config, key, None)
-        if value is None:
-            continue
-        if not isinstance(value, int | float) or not value > 0:
-            raise CheckpointError(f"the model's configuration has {key} {value!r}, which must be a positive number")
-        scale *= float(value) ** exponent
+        scale *= (_positive(config, key) or 1.0) ** exponent
     return scale
+
+
+def logit_softcap(config: Any) -> float | None:
+    """The c of logits c·tanh(x / c), from a transformers configuration; None where there is no soft cap.
+
+    Raises CheckpointError for one that is not a positive number.
+    """
+    return next((cap for key in _SOFT_CAPS if (cap := _positive(config, key)) is not None), None)
+
+
+def _positive(config: Any, key: str) -> float | None:
+    value = getattr(config, key, None)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not value > 0:
+        raise CheckpointError(f"the model's configuration has {key} {value!r}, which must be a positive number")
+    return float(value)
 
 
 def _check_layout(recipe: Recipe) -> None:

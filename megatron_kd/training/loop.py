@@ -19,6 +19,7 @@ from megatron_kd.data.batches import Batch
 from megatron_kd.data.sampler import SampleOrder
 from megatron_kd.data.steps import StepReader
 from megatron_kd.device import (
+    StopOnSignal,
     any_rank,
     current_device,
     fail_together,
@@ -36,7 +37,6 @@ from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.run_directory import exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.session import Session, open_session
 from megatron_kd.training.setup import Student, build_student, wrap_for_training
-from megatron_kd.training.signals import StopOnSignal
 from megatron_kd.training.step import StepResult, train_step
 
 logger = logging.getLogger(__name__)

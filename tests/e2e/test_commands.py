@@ -85,7 +85,7 @@ def test_capture_and_its_cache(folder: Path, recipe: Path) -> None:
     assert seen["complete"] and seen["missing_samples"] == ""
     assert (seen["rows"], seen["top_k"], seen["vocab_size"], seen["tokens"]) == (60, 20, 1003, 2880)
     assert seen["tokenizer"]["name"] == "teacher/tokenizer" and seen["teacher"]["name"] == "tiny_llama"
-    assert succeed(warm("cache", "inspect", folder / "cache")).stdout.startswith("{")
+    assert f"{folder / 'cache'}: complete" in succeed(warm("cache", "inspect", folder / "cache")).stdout
     for level in ("inventory", "structure", "crc", "deep"):
         assert figures(warm("cache", "verify", folder / "cache", "--level", level, "--json"))["ok"]
     assert f"{folder / 'cache'}: no problem found at level crc" in warm("cache", "verify", folder / "cache").stdout
@@ -178,7 +178,7 @@ def test_show_is_quick_and_complete(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [[], *(c.split() for c in ("show", "convert", "convert import", "prepare", "capture", "train", "evaluate"))]
-    + [c.split() for c in ("compare", "cache", "cache inspect", "cache verify", "version")],
+    + [c.split() for c in ("compare", "cache", "cache inspect", "cache verify", "cache clean", "version")],
     ids=" ".join,
 )
 def test_help(command: list[str]) -> None:

@@ -35,6 +35,19 @@ def test_a_line_every_ten_seconds(capsys: pytest.CaptureFixture[str], monkeypatc
     ]
 
 
+def test_long_work_is_told_in_long_units(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(module.time, "monotonic", lambda: now)
+    with progress("work", 40_000_000, unit="rows") as advance:
+        for later in (600.0, 10_200.0):
+            now += later
+            advance(1_234_567)
+    assert capsys.readouterr().err.splitlines() == [
+        "work: 1234567/40000000 rows · 10 min, 5.2 h left",
+        "work: 2469134/40000000 rows · 3.0 h, 45.6 h left",
+    ]
+
+
 def test_an_error_inside_comes_out() -> None:
     with pytest.raises(KeyError, match="inside"), progress("work", 3):
         raise KeyError("inside")

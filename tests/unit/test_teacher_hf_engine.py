@@ -45,6 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {**SIZES, "n_positions": 64, "initializer_range": 0.3},
     "gptj": {**SIZES, "n_positions": 64, "rotary_dim": 4, "initializer_range": 0.3},
     "phi": {**SIZES, **WIDE, "partial_rotary_factor": 0.67},
+    "gemma2": {**SIZES, **WIDE, "head_dim": 6, "final_logit_softcapping": 1.5},
+    "gemma3_text": {**SIZES, **WIDE, "head_dim": 6, "final_logit_softcapping": 1.5},
+    "recurrent_gemma": {**SIZES, **WIDE, "logits_soft_cap": 1.5, "lru_width": D, "attention_window_size": 32},
 }
 
 
@@ -101,7 +104,7 @@ def own_logits(source: Path, tokens: Tensor) -> Tensor:
 
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float64, attn_implementation="eager")
     with torch.no_grad():
-        logits: Tensor = model(tokens).logits
+        logits: Tensor = model(tokens, use_cache=False).logits
     return logits.transpose(0, 1).reshape(-1, V)
 
 
@@ -151,7 +154,7 @@ def test_sixteen_bits_stay_near(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        ("gemma2", {"head_dim": 6, "final_logit_softcapping": 5.0}, "soft-caps its logits (final_logit_softcapping 5"),
+        ("gemma2", {"final_logit_softcapping": 0.0}, "final_logit_softcapping 0.0, which must be a positive number"),
         ("bert", {"is_decoder": True}, "'bert' model are not its last hidden states times its output head"),
         ("electra", {"is_decoder": True, "embedding_size": 16}, "the engine hf cannot run a 'electra' model"),
         ("cohere", {"logit_scale": -1.0, **ROPE}, "logit_scale -1.0, which must be a positive number"),
@@ -205,7 +208,7 @@ def test_weights_that_do_not_fill_the_model(tmp_path: Path) -> None:
         (["teacher.hf.device_map=auto"], ["device_map is 'auto'", "cluster.gpu is 'cpu'"]),
         (["teacher.mode=online", "teacher.targets=full"], ["engine 'hf' only captures", "teacher.mode to offline"]),
         (["teacher.engine=megatron", "teacher.hf.dtype=bf16"], ["hf is set, but engine is 'megatron'"]),
-        (["teacher.engine=h"], ["teacher.engine is 'h'", "'megatron' or 'hf'"]),
+        (["teacher.engine=h"], ["teacher.engine is 'h'", "'megatron', 'hf' or 'vllm'"]),
         (["teacher.hf.device_map=balance"], ["teacher.hf.device_map is 'balance'", "'balanced_low_0'"]),
     ],
 )

@@ -109,6 +109,66 @@ def test_ties_across_the_edge_of_the_kept_go_to_the_lower_id() -> None:
     assert got.targets.ids.tolist() == [list(range(7))] * 3
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    vocab=st.integers(1, 3000),
+    kept=st.integers(1, 12),
+    levels=st.integers(0, 40),
+    extra=st.sampled_from([(), (2.0,)]),
+    seed=st.integers(0, 2**31),
+)
+def test_wide_rows_full_of_ties(vocab: int, kept: int, levels: int, extra: tuple[float, ...], seed: int) -> None:
+    """Whole numbers, which float32 multiplies exactly: ids must equal a stable sort's, whatever is looked at first."""
+    hidden, head = whole_numbers(5, vocab, levels, seed)
+    top_k = min(kept, vocab)
+    got = extract_top_k(hidden, head, top_k, vocab_size=vocab, extra_temperatures=extra)
+    assert torch.equal(got.targets.ids.long(), oracle(hidden, head, top_k, 1.0)[0])
+    check(got, hidden, head, 1.0)
+
+
+def whole_numbers(tokens: int, vocab: int, levels: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Hidden states [N, 3] and a head [V, 3] whose products are exact, with at most 6·levels + 1 different logits."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randint(-1, 2, (tokens, 3), generator=generator)
+    return hidden.float(), torch.randint(-levels, levels + 1, (vocab, 3), generator=generator).float()
+
+
+def test_a_soft_cap_comes_before_the_temperature() -> None:
+    """On exact logits of a few sizes, most of them saturated, against the definition in float64."""
+    hidden, head = whole_numbers(40, 2500, 30, 3)
+    cap, temperature = 7.5, 2.0
+    got = extract_top_k(
+        hidden, head, 6, vocab_size=2500, temperature=temperature, extra_temperatures=(1.0,), logit_softcap=cap
+    )
+    logits = cap * torch.tanh(hidden.double() @ head.double().t() / cap)
+    # The identity as a head, so that the hidden states are the logits: float32 cannot tell the saturated ones apart.
+    check(got, logits, torch.eye(2500, dtype=torch.float64), temperature)
+    bare = extract_top_k(hidden, head, 6, vocab_size=2500, temperature=temperature)
+    assert (bare.targets.logprobs - got.targets.logprobs).abs().max() > 1
+
+
+def test_one_group_of_columns_may_hold_all_that_is_kept() -> None:
+    """And the largest logit outside lies in it, too, or in any other."""
+    vocab, top_k = 64 * 40, 9
+    for outside in (30, 64 * 39 + 63, 0):
+        logits = torch.linspace(-1, 0, vocab)
+        logits[10 : 10 + top_k] = 5.0 + torch.arange(top_k)
+        logits[outside] = 4.0
+        got = extract_top_k(torch.ones(1, 1), logits[:, None], top_k, vocab_size=vocab)
+        assert got.targets.ids.tolist() == [list(range(10 + top_k - 1, 9, -1))]
+        check(got, torch.ones(1, 1), logits[:, None], 1.0)
+
+
+@pytest.mark.parametrize("vocab", [50, 4000])
+def test_a_logit_that_is_no_number_shows_in_its_row_alone(vocab: int) -> None:
+    for sign in (1.0, -1.0):
+        hidden, head = torch.randn(3, 4), torch.randn(vocab, 4)
+        hidden[1] = math.copysign(math.nan, sign)
+        targets = extract_top_k(hidden, head, 5, vocab_size=vocab).targets
+        assert targets.logprobs[1].isnan().all() and targets.tail_logmass[1].isnan()
+        assert torch.isfinite(targets.logprobs[[0, 2]]).all() and torch.isfinite(targets.tail_logmass[[0, 2]]).all()
+
+
 @pytest.mark.parametrize("top_k", [1, 5])
 def test_the_tail_of_everything_is_nothing(top_k: int) -> None:
     head = torch.randn(top_k, 4)
@@ -123,6 +183,8 @@ def test_a_tail_too_small_for_one_minus_the_sum_is_kept() -> None:
     got = extract_top_k(torch.ones(1, 1), head, 2, vocab_size=4)
     check(got, torch.ones(1, 1), head, 1.0)
     assert -41 < float(got.targets.tail_logmass) < -39
+    head *= 10  # not even a float32 relative to the largest logit
+    check(extract_top_k(torch.ones(1, 1), head, 2, vocab_size=4), torch.ones(1, 1), head, 1.0, atol=5e-5)
 
 
 def test_bfloat16_inputs_are_projected_in_float32() -> None:
@@ -159,7 +221,7 @@ def test_memory_stays_near_the_budget(extra: tuple[float, ...]) -> None:
     seen = peak_extra_bytes(
         lambda: extract_top_k(hidden, head, top_k, vocab_size=vocab, chunk_bytes=budget, extra_temperatures=extra)
     )
-    # One buffer of logits, another while a temperature or a log-sum-exp looks at it.
+    # One buffer of logits, another while a temperature looks at it.
     assert seen < 3 * budget + 2 * kept + 65536
     assert seen < everything / 8
 

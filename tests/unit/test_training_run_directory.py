@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_kd.config import load_recipe
+from megatron_kd.device import StopOnSignal
 from megatron_kd.errors import ConfigError
 from megatron_kd.training.evaluate import read_evaluation, write_evaluation
 from megatron_kd.training.run_directory import (
@@ -18,7 +19,6 @@ from megatron_kd.training.run_directory import (
     open_run_directory,
     truncate_metrics,
 )
-from megatron_kd.training.signals import StopOnSignal
 from tests.assets import ROOT
 
 

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, save, leave with status 0."""
+"""SIGTERM, SIGUSR1 and Ctrl-C: finish the step, keep what is done, leave with status 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ class StopOnSignal:
         received: the name of the first signal, or None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_interrupt: str = "saving after this step") -> None:
+        """``on_interrupt``: what is said to a person who pressed Ctrl-C."""
+        self._on_interrupt = on_interrupt
         self.received: str | None = None
         self._before: dict[signal.Signals, object] = {}
 
@@ -28,7 +30,7 @@ class StopOnSignal:
         if self.received is None:
             self.received = signal.Signals(number).name
             if number == signal.SIGINT:
-                print("\nmegatron-kd: saving after this step; Ctrl-C once more ends at once", file=sys.stderr)
+                print(f"\nmegatron-kd: {self._on_interrupt}; Ctrl-C once more ends at once", file=sys.stderr)
 
     def __enter__(self) -> StopOnSignal:
         for number in STOP_SIGNALS:

@@ -1,0 +1,165 @@
+"""What a capture settles before it scores: samples of the recipe, a cache of these samples, nothing in it damaged."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from megatron_kd.cache.commits import discard_shard
+from megatron_kd.cache.manifest import CacheManifest
+from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
+from megatron_kd.cache.store import Cache, cache_exists, create_cache, open_same_cache, ranges
+from megatron_kd.cache.verify import verify
+from megatron_kd.config import Recipe
+from megatron_kd.data.samples import SampleSet
+from megatron_kd.data.tokenizer import load_tokenizer
+from megatron_kd.device import fail_together, first_rank_tells
+from megatron_kd.errors import CacheError, DataError
+from megatron_kd.models.checkpoint import read_note
+from megatron_kd.models.hf_source import resolve_source
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.rank_probe import count_scored_ids
+from megatron_kd.versions import installed_versions
+
+SHARD_TOKENS = 2 * 2**20  # about half a gigabyte at K = 100
+ENGINE_PACKAGES = {"megatron": "megatron-core", "hf": "transformers", "vllm": "vllm"}
+
+
+def check_samples(recipe: Recipe, samples: SampleSet) -> None:
+    """Raises DataError where the prepared samples are not those of the recipe."""
+    if samples.seq_length != recipe.data.seq_length:
+        raise DataError(
+            f"{samples.path} holds rows of {samples.seq_length} tokens, data.seq_length is {recipe.data.seq_length}: "
+            "prepare them again in another folder, or correct the recipe"
+        )
+    for role, model in (("teacher", recipe.teacher.model), ("student", recipe.student.model)):
+        if samples.vocab_size > model.vocab_size:
+            raise DataError(
+                f"{samples.path} was made with a tokenizer of {samples.vocab_size} tokens "
+                f"({samples.tokenizer_identity.get('name')}), {role}.model {model.name!r} knows {model.vocab_size}"
+            )
+
+
+def check_tokenizer(recipe: Recipe, samples: SampleSet) -> None:
+    """Raises DataError where the ids of the samples mean other tokens to the teacher, as far as its tokenizer is known.
+
+    Text that is only cut otherwise passes: each id still means the same.
+    """
+    known = _teacher_tokenizer(recipe)
+    ours = samples.tokenizer_identity
+    if known is not None and known["sha256"] != ours.get("sha256"):
+        raise DataError(
+            f"{samples.path} was made with the tokenizer {ours.get('name')!r} ({ours.get('vocab_size')} tokens), the "
+            f"teacher's is {known['name']!r} ({known['vocab_size']} tokens), and their ids mean different tokens: "
+            "prepare the samples again, in another folder, with the teacher's tokenizer (data.tokenizer)"
+        )
+
+
+def _teacher_tokenizer(recipe: Recipe) -> dict[str, Any] | None:
+    """The identity of the tokenizer that came with the weights, None where none is at hand."""
+    teacher = recipe.teacher
+    if teacher.engine == "megatron" and teacher.checkpoint is not None:
+        noted = read_note(Path(teacher.checkpoint)).get("tokenizer")
+        if noted is not None:
+            return dict(noted)
+    if teacher.model.hf is None:
+        return None
+    source = resolve_source(teacher.model.hf)
+    if source.suffix != ".gguf" and not (source / "tokenizer.json").is_file():
+        return None
+    return load_tokenizer(source).identity()
+
+
+def rows_per_shard(recipe: Recipe) -> int:
+    """The recipe's, or as many rows as make a shard of about two million tokens."""
+    return recipe.teacher.capture.rows_per_shard or max(1, SHARD_TOKENS // recipe.data.seq_length)
+
+
+def manifest_for(recipe: Recipe, samples: SampleSet, teacher: dict[str, Any]) -> CacheManifest:
+    """The manifest of this recipe's cache, but for its numbering of ids: any is right.
+
+    Args:
+        teacher: the identity of the engine.
+    """
+    return CacheManifest(
+        rows=len(samples),
+        rows_per_shard=rows_per_shard(recipe),
+        top_k=recipe.teacher.top_k,
+        vocab_size=recipe.teacher.model.vocab_size,
+        rank_table_hash="",
+        value_dtype=recipe.teacher.capture.value_dtype,
+        temperatures=tuple(recipe.teacher.temperatures),
+        teacher=teacher,
+        tokenizer=samples.tokenizer_identity,
+        corpus={"content": samples.manifest["content"], "samples": samples.manifest["samples"]},
+        library_versions=installed_versions(
+            "megatron-kd", "torch", ENGINE_PACKAGES[recipe.teacher.engine], "numcodecs", "numpy"
+        ),
+    )
+
+
+def open_or_create_cache(recipe: Recipe, samples: SampleSet, teacher: TeacherEngine, groups: ParallelGroups) -> Cache:
+    """The cache of the recipe; the first job makes it, with ids numbered by how often the teacher proposes them.
+
+    Of several first jobs one publishes its numbering, the others adopt that. Collective over all ranks.
+
+    Raises:
+        CacheError: another cache stands there, or the disk refuses.
+        RemoteRankError: that happened on another rank.
+    """
+    path = str(recipe.teacher.cache)
+    manifest = manifest_for(recipe, samples, teacher.identity())
+    # One looks for all: a cache that appears meanwhile must not send some ranks scoring and others not.
+    if not first_rank_tells(f"looking for the cache {path}", lambda: cache_exists(path)):
+        scored = count_scored_ids(recipe, samples, teacher, groups)
+
+        def create() -> None:
+            tokens = samples.token_counts(vocab_size=recipe.teacher.model.vocab_size)
+            table = build_rank_table(tokens, scored)
+            create_cache(path, replace(manifest, rank_table_hash=rank_table_hash(table)), table)
+
+        first_rank_tells(f"creating the cache {path}", create)
+    with fail_together(f"opening the cache {path}"):
+        return open_same_cache(path, manifest)
+
+
+def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress: bool) -> list[int]:
+    """Looks at what is committed already. Collective over all ranks.
+
+    Args:
+        shards: those that count.
+        repair: every checksum is compared, and damaged shards are taken out of the cache, so that they are missing;
+            else only names and sizes are, and damage is an error. Holes are none.
+
+    Returns:
+        The shards that were taken out.
+
+    Raises:
+        CacheError: damage, with its shards and samples.
+        RemoteRankError: the first rank found damage.
+    """
+
+    def look() -> list[int]:
+        if repair:
+            report = verify(cache, "crc", workers=None, show_progress=show_progress)
+        else:
+            report = verify(cache, "inventory")
+        damaged = [shard for shard in report.damaged_shards if shard in shards]
+        if damaged and not repair:
+            raise CacheError(_damage(cache, damaged))
+        for shard in damaged:
+            discard_shard(cache, shard)
+        return damaged
+
+    return first_rank_tells(f"checking {cache.path}", look)
+
+
+def _damage(cache: Cache, damaged: list[int]) -> str:
+    samples = ranges(sample for shard in damaged for sample in cache.manifest.shard_samples(shard))
+    what = f"shards {ranges(damaged)}" if len(damaged) > 1 else f"shard {damaged[0]}"
+    return (
+        f"{cache.path}: {what} (samples {samples}) {'are' if len(damaged) > 1 else 'is'} damaged; `megatron-kd cache "
+        f"verify {cache.path}` says how. Run the capture again with --repair, which captures damaged shards anew"
+    )

@@ -1,0 +1,59 @@
+"""What the teacher proposes, counted on a few rows: it decides how small a cache becomes.
+
+What a cache stores are candidates, not the tokens of the corpus. Ids numbered by how often they are candidates take
+about 6 % less space than numbered by how often they are tokens; a thousand positions tell enough.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from megatron_kd.config import Recipe
+from megatron_kd.data.samples import SampleSet
+from megatron_kd.device import current_device, lost_ranks_reported, sum_over_ranks
+from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.teacher.engine import TeacherEngine
+
+PROBE_POSITIONS = 4096
+PROBE_SHARE = 64
+"""At most one position in so many of the corpus is scored twice."""
+PREFIX = 256
+"""Positions of a row; many short prefixes tell more than few whole rows."""
+
+
+def probe_plan(rows: int, seq_length: int, multiple: int = 1) -> tuple[list[int], int]:
+    """Which samples are probed, spread evenly, and how many of their first positions.
+
+    Args:
+        rows: how many samples there are.
+        multiple: of which the number of positions must be one, as ``seq_length`` is.
+    """
+    prefix = min(seq_length, PREFIX)
+    prefix = max(multiple, prefix - prefix % multiple)
+    positions = min(PROBE_POSITIONS, rows * seq_length // PROBE_SHARE)
+    count = max(1, min(rows, positions // prefix))
+    return [(2 * i + 1) * rows // (2 * count) for i in range(count)], prefix
+
+
+def count_scored_ids(recipe: Recipe, samples: SampleSet, teacher: TeacherEngine, groups: ParallelGroups) -> np.ndarray:
+    """The top-K ids of some positions as one array int64, each id as often as it occurs, ascending.
+
+    Each data-parallel rank scores some of the rows. Collective over all ranks; all get the same.
+
+    Raises:
+        RemoteRankError: another rank died.
+    """
+    chosen, prefix = probe_plan(len(samples), samples.seq_length, groups.tp_size if groups.sequence_parallel else 1)
+    mine = chosen[groups.dp_rank :: groups.dp_size]
+    vocab_size, step = recipe.teacher.model.vocab_size, recipe.teacher.capture.micro_batch_size
+    counts = np.zeros(vocab_size, np.int64)
+    for begin in range(0, len(mine), step):
+        # A causal model says the same of a prefix as of the whole row.
+        tokens = samples.rows(mine[begin : begin + step]).tokens[:, :prefix]
+        with lost_ranks_reported():
+            scored = teacher.top_k(torch.from_numpy(tokens).to(current_device(), torch.int64))
+        if groups.is_first_tp_rank:
+            ids = scored.targets.ids.cpu().numpy()
+            counts += np.bincount(ids[ids >= 0], minlength=vocab_size)
+    return np.repeat(np.arange(vocab_size), sum_over_ranks(counts.tolist()))

@@ -1,0 +1,75 @@
+"""Samples scored by a teacher, as rows of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_kd.cache.row import Row
+from megatron_kd.data.samples import RowBatch, SampleSet
+from megatron_kd.device import current_device, lost_ranks_reported
+from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.topk import ExtractedTopK
+
+
+def score_rows(
+    teacher: TeacherEngine, samples: SampleSet, ids: Sequence[int], dtype: type[np.floating[Any]]
+) -> list[Row]:
+    """Some samples as rows of a cache, scored in one forward pass. Collective over the tensor-parallel group.
+
+    Args:
+        dtype: of the log-probabilities, float16 or float32.
+
+    Raises:
+        RemoteRankError: another rank of the tensor-parallel group died.
+    """
+    batch = samples.rows(ids)
+    return rows_of(ids, batch, score(teacher, batch), dtype)
+
+
+def score(teacher: TeacherEngine, batch: RowBatch) -> ExtractedTopK:
+    """The teacher's answer [s·b] for rows [b, s] of samples. Collective over the tensor-parallel group.
+
+    Raises:
+        RemoteRankError: another rank of the group died.
+    """
+    with lost_ranks_reported():
+        return teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+
+
+def rows_of(ids: Sequence[int], batch: RowBatch, extracted: ExtractedTopK, dtype: type[np.floating[Any]]) -> list[Row]:
+    """What was scored, as rows of a cache.
+
+    Args:
+        ids: of the samples in ``batch``, which are b rows of s tokens.
+        extracted: the teacher's answer, [s·b] sequence first.
+        dtype: of the log-probabilities, float16 or float32.
+    """
+    b, s = batch.tokens.shape
+    k = extracted.targets.top_k
+    token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
+    logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
+    tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
+    extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
+    return [
+        Row(
+            sample_id=sample,
+            tokens=batch.tokens[i],
+            loss_mask=batch.loss_mask[i],
+            document_offsets=batch.document_offsets[i],
+            ids=np.ascontiguousarray(token_ids[:, i]),
+            logprobs=np.minimum(logprobs[:, i], 0.0).astype(dtype),
+            tail_logmass=np.minimum(tails[:, i], 0.0),
+            log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
+            tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
+        )
+        for i, sample in enumerate(ids)
+    ]
+
+
+def row_dtype(value_dtype: str) -> type[np.floating[Any]]:
+    """The numpy type of a row's log-probabilities that are stored as ``value_dtype``; the writer rounds to bfloat16."""
+    return np.float16 if value_dtype == "float16" else np.float32

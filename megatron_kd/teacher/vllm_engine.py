@@ -1,0 +1,236 @@
+"""The teacher as vLLM runs it: log-probabilities of prompts, with prefix caching off. Written, not run here.
+
+What vLLM tells is less than what the other engines compute: log-probabilities at temperature 1, from logits that it
+rounds to the model's dtype, without the mass outside the K, which is therefore found by subtraction; and where logits
+equal the K-th it has chosen among them.
+
+vLLM runs in processes of its own: one engine for each of our ranks, on that rank's GPU, or with
+``vllm.tensor_parallel_size`` above 1 one engine on each node. They have nothing to do with our process groups, but
+would take torchrun's environment variables for their own; they are started without them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_kd.config import Recipe
+from megatron_kd.device import current_device, fail_together, is_cuda
+from megatron_kd.errors import CheckpointError, ConfigError
+from megatron_kd.models.checkpoint_files import one_line
+from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
+from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.hf_loading import LoadedModel, _config_sha256, described_architecture
+from megatron_kd.teacher.topk import ExtractedTopK
+from megatron_kd.teacher.vllm_logprobs import row_targets
+
+ENGINE = "vllm"
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_OF_TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PREFIXES_OF_TORCHRUN = ("TORCHELASTIC_", "GROUP_", "ROLE_")
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+class VLLMTeacher:
+    """A frozen model loaded from the folder ``teacher.model.hf``, behind vLLM's ``LLM.generate``."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Compares the folder with the recipe and starts vLLM on it. Collective over all ranks.
+
+        Raises:
+            ConfigError: vLLM is not installed, there is no source of weights, or a layout it does not run in.
+            CheckpointError: the weights are missing, damaged or not those the recipe describes, or vLLM cannot load
+                them.
+        """
+        _check_layout(recipe)
+        self._teacher = recipe.teacher
+        self._precision = recipe.teacher.vllm.dtype or recipe.training.precision
+        with fail_together("starting vLLM"):
+            self._vllm = _installed()
+            self._loaded = _describe(recipe)
+            self._architecture = described_architecture(recipe.teacher.model, self._loaded)
+            self._engine = _start(self._vllm, recipe, self._loaded, self._precision)
+        hashes = [self._loaded.weights_sha256]
+        if dist.is_initialized():
+            dist.broadcast_object_list(hashes, src=0, device=current_device())
+        self._loaded = replace(self._loaded, weights_sha256=hashes[0])
+        self._sampling = _sampling(self._vllm, recipe.teacher.top_k)
+
+    def identity(self) -> dict[str, Any]:
+        """What decides this teacher's answers; kept in every cache it writes. Where it runs is no part of it."""
+        config = self._loaded.model.config
+        quantization = getattr(config, "quantization_config", None) or {}
+        if not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+        return {
+            "name": self._teacher.model.name,
+            "weights_sha256": self._loaded.weights_sha256,
+            "architecture": self._architecture,
+            "model_type": config.model_type,
+            "config_sha256": self._loaded.config_sha256,
+            "engine": ENGINE,
+            "engine_version": self._vllm.__version__,
+            "dtype": self._precision,
+            "quantization": quantization.get("quant_method"),
+            "tail": "by subtraction",
+        }
+
+    def top_k(self, tokens: Tensor) -> ExtractedTopK:
+        """The top-K targets of every position at temperature 1, [N] = [s·b] sequence first.
+
+        Args:
+            tokens: int64 [b, s]; each row is one prompt.
+
+        Raises:
+            CheckpointError: vLLM fails, or answers what is not the top-K of these rows.
+        """
+        prompts = [{"prompt_token_ids": row} for row in tokens.tolist()]
+        try:
+            outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
+        except Exception as error:  # its processes may fail in any way
+            raise CheckpointError(f"vLLM failed on rows of {tokens.shape[1]} tokens: {one_line(error)}") from error
+        if [list(output.prompt_token_ids) for output in outputs] != tokens.tolist():
+            raise CheckpointError("vLLM answered other rows than it was asked for: this version cannot be the teacher")
+        rows = [
+            row_targets(output, tokens.shape[1], self._teacher.top_k, self._teacher.model.vocab_size)
+            for output in outputs
+        ]
+        ids, logprobs, tail = (
+            torch.from_numpy(np.stack(arrays, axis=1)).to(tokens.device).flatten(0, 1)
+            for arrays in (
+                [row.ids for row in rows],
+                [row.logprobs for row in rows],
+                [row.tail_logmass for row in rows],
+            )
+        )
+        return ExtractedTopK(TopKTargets(ids, logprobs, tail, 1.0), {})
+
+
+def _installed() -> Any:
+    try:
+        return import_module("vllm")
+    except ImportError as error:
+        raise ConfigError(
+            f"teacher.engine is vllm, which cannot be imported ({one_line(error)}): pip install 'megatron-kd[vllm]', "
+            "or set teacher.engine to hf"
+        ) from error
+
+
+def _describe(recipe: Recipe) -> LoadedModel:
+    """The folder's hashes and configuration, without its weights in memory; on rank 0 alone that of the weights."""
+    from transformers import AutoConfig
+
+    path = resolve_source(recipe.teacher.model.hf or "")
+    if path.is_file():
+        raise ConfigError(f"teacher.model.hf names the file {path}: the engine vllm reads folders of safetensors")
+    weights = SafetensorsFolder(path)
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a reader of JSON that anyone wrote
+        raise CheckpointError(f"{path}/config.json cannot be read by transformers: {one_line(error)}") from error
+    # By one rank for all: reading large weights once more on every rank would take its time.
+    first = not dist.is_initialized() or dist.get_rank() == 0
+    hashes = [weights_sha256(weights) if first else "", _config_sha256(weights.config())]
+    return LoadedModel(path, SimpleNamespace(config=config), *hashes)
+
+
+def _start(vllm: Any, recipe: Recipe, loaded: LoadedModel, precision: str) -> Any:
+    """An ``LLM`` that scores rows of the recipe's length."""
+    options = recipe.teacher.vllm
+    length = recipe.data.seq_length
+    arguments: dict[str, Any] = {
+        "model": str(loaded.path),
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "load_format": "safetensors",
+        "dtype": _DTYPES[precision],
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "gpu_memory_utilization": options.gpu_memory_utilization,
+        # The token that is generated for the last position's sake needs a place.
+        "max_model_len": length + 1,
+        "max_logprobs": recipe.teacher.top_k,
+        "logprobs_mode": "raw_logprobs",
+        # A position whose keys and values are found in a cache is not scored.
+        "enable_prefix_caching": False,
+        "seed": recipe.seed,
+    }
+    if options.tensor_parallel_size > 1:
+        arguments["distributed_executor_backend"] = "mp"
+    if options.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = options.max_num_batched_tokens
+    longer = length + 1 > recipe.teacher.model.max_position_embeddings
+    with _own_environment(_gpus(recipe), longer):
+        try:
+            return vllm.LLM(**arguments)
+        except Exception as error:  # of its own kinds, or those of the process that it starts
+            raise CheckpointError(f"vLLM cannot run {loaded.path}: {one_line(error)}") from error
+
+
+def _sampling(vllm: Any, top_k: int) -> Any:
+    """One token, of which only the distribution is used: how it is drawn does not matter."""
+    options: dict[str, Any] = {"max_tokens": 1, "temperature": 0.0, "logprobs": top_k, "prompt_logprobs": top_k}
+    if hasattr(vllm.SamplingParams, "flat_logprobs"):  # without it a dictionary for every position
+        options["flat_logprobs"] = True
+    return vllm.SamplingParams(**options, detokenize=False)
+
+
+def _gpus(recipe: Recipe) -> str | None:
+    """The GPUs that this rank's vLLM shall see; None for those that this process sees."""
+    if recipe.cluster.gpus_per_node == 1 or not is_cuda():
+        return None
+    seen = [name for name in os.environ.get(_VISIBLE, "").split(",") if name]
+    local_rank = current_device().index or 0
+    return seen[local_rank] if seen else str(local_rank)
+
+
+@contextmanager
+def _own_environment(gpus: str | None, longer: bool) -> Iterator[None]:
+    """The environment that vLLM's processes start in: they see their GPUs and nothing of our ranks.
+
+    Args:
+        gpus: for CUDA_VISIBLE_DEVICES; vLLM numbers the devices of every engine from 0.
+        longer: let rows be one longer than the model's positions: the generated token is never read.
+    """
+    before = dict(os.environ)
+    for name in before:
+        if name in _OF_TORCHRUN or name.startswith(_PREFIXES_OF_TORCHRUN):
+            del os.environ[name]
+    # In this process vLLM would join our process group; a forked one could not use the GPU.
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
+    if gpus is not None:
+        os.environ[_VISIBLE] = gpus
+    if longer:
+        os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _check_layout(recipe: Recipe) -> None:
+    if recipe.teacher.model.hf is None:
+        raise ConfigError("teacher.engine is vllm, but teacher.model.hf is not set: name a folder of safetensors")
+    tp = recipe.parallelism.tensor_model_parallel_size
+    if tp != 1:
+        raise ConfigError(
+            f"teacher.engine vllm captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it set "
+            "to 1 (and sequence_parallel to false), the cache serves every layout; the teacher is spread over GPUs by "
+            "teacher.vllm.tensor_parallel_size"
+        )
+    gpus = recipe.teacher.vllm.tensor_parallel_size
+    if gpus > 1 and recipe.cluster.gpus_per_node > 1:
+        raise ConfigError(
+            f"teacher.vllm.tensor_parallel_size {gpus} takes the GPUs of a node for one rank, but "
+            f"cluster.gpus_per_node is {recipe.cluster.gpus_per_node}: set it to 1, or tensor_parallel_size to 1"
+        )

@@ -1,0 +1,134 @@
+"""What the ranks of a capture agree on: answers of the first rank, failures, sums, lost ranks, the probe's counts."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megatron_kd.testing import RankFailedError, run_distributed
+from tests.assets import tiny_recipe
+
+
+def answers_rank(rank: int, world: int, folder: str) -> list[Any]:
+    """Answers of several kinds; each is asked on the first rank alone."""
+    from megatron_kd.device import first_rank_tells, sum_over_ranks
+    from megatron_kd.errors import CacheError, RemoteRankError
+
+    def ask(value: Any) -> Any:
+        (Path(folder) / f"asked_by_{rank}").touch()
+        return value
+
+    values = (None, 0, "a", (7, [1, 2]), range(3))
+    told = [first_rank_tells("asking", functools.partial(ask, value)) for value in values]
+
+    def refuse() -> None:
+        raise CacheError("the first rank's own message")
+
+    try:
+        first_rank_tells("looking", refuse)
+    except (CacheError, RemoteRankError) as error:
+        told.append(f"{type(error).__name__}: {error}")
+    told.append(first_rank_tells("asking after a failure", lambda: rank))
+    told.append(sum_over_ranks([rank, 2**61 + rank, -rank]))
+    return told
+
+
+def test_the_first_rank_tells_all(tmp_path: Path) -> None:
+    first, *others = run_distributed(answers_rank, 3, str(tmp_path))
+    expected = [None, 0, "a", (7, [1, 2]), range(3)]
+    assert first[:5] == expected and first[5] == "CacheError: the first rank's own message"
+    assert first[6:] == [0, [3, 3 * 2**61 + 3, -3]]
+    for told in others:
+        assert told[:5] == expected and told[6:] == first[6:]
+        assert told[5] == "RemoteRankError: looking failed on another rank; its message says why"
+    assert [path.name for path in tmp_path.iterdir()] == ["asked_by_0"]
+
+
+def slow_rank(rank: int, world: int, rendezvous: str) -> str:
+    """An answer that takes longer than any collective may wait."""
+    import torch.distributed as dist
+
+    from megatron_kd.device import first_rank_tells
+
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=4)
+    )
+
+    def ponder() -> str:
+        time.sleep(7)
+        return "done"
+
+    return first_rank_tells("pondering", ponder)
+
+
+def test_an_answer_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    assert run_distributed(slow_rank, 2, str(tmp_path / "rendezvous")) == ["done", "done"]
+
+
+def dying_rank(rank: int, world: int) -> str:
+    """One rank dies while the others wait for an answer, or for a sum."""
+    from megatron_kd.device import lost_ranks_reported, sum_over_ranks
+    from megatron_kd.errors import RemoteRankError
+
+    sum_over_ranks([1])
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RemoteRankError, match="died or no longer answers"):
+        sum_over_ranks([1])
+    with pytest.raises(RuntimeError, match="out of memory"), lost_ranks_reported():
+        raise RuntimeError("out of memory")
+    Path(os.environ["MEGATRON_KD_TEST_FOLDER"], f"{rank}").touch()
+    return "survived"
+
+
+def test_a_dead_rank_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MEGATRON_KD_TEST_FOLDER", str(tmp_path))
+    with pytest.raises(RankFailedError, match="rank 1 of 2 died with exit code -9"):
+        run_distributed(dying_rank, 2)
+    assert [path.name for path in tmp_path.iterdir()] == ["0"]
+
+
+def probe_rank(rank: int, world: int, recipe_path: Path, overrides: list[str]) -> tuple[np.ndarray, list[np.ndarray]]:
+    """The probe's counts, and the ids of the same prefixes scored one by one."""
+    import torch
+
+    from megatron_kd.config import load_recipe
+    from megatron_kd.data.samples import open_samples
+    from megatron_kd.models.launch import join_ranks
+    from megatron_kd.teacher.engine import open_teacher
+    from megatron_kd.teacher.rank_probe import count_scored_ids, probe_plan
+    from tests.training_runs import prepare_rows
+
+    recipe = load_recipe(recipe_path, overrides)
+    groups = join_ranks(recipe)
+    if rank == 0:
+        prepare_rows(recipe, masked=False)
+    torch.distributed.barrier()
+    samples, teacher = open_samples(recipe.data.samples), open_teacher(recipe, groups)
+    scored = count_scored_ids(recipe, samples, teacher, groups)
+    chosen, prefix = probe_plan(len(samples), samples.seq_length)
+    alone = [teacher.top_k(torch.from_numpy(samples.rows([i]).tokens[:, :prefix]).long()).targets.ids for i in chosen]
+    return scored, [ids.numpy() for ids in alone]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_ranks_share_the_probe(tmp_path: Path, step: int) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        data={"train_tokens": 48 * 400, "heldout_tokens": None},
+        teacher={"engine": "hf", "checkpoint": None},
+        cluster={"gpus_per_node": 2},
+    )
+    found = run_distributed(probe_rank, 2, recipe, [f"teacher.capture.micro_batch_size={step}"])
+    for scored, alone in found:
+        assert len(alone) == 6, "a sixty-fourth of 400 rows of 48 positions"
+        np.testing.assert_array_equal(scored, np.sort(np.concatenate([ids.ravel() for ids in alone])))
