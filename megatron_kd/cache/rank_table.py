@@ -13,6 +13,7 @@ from megatron_kd.errors import CacheError
 
 UNUSED_RANK = 0xFFFFFFFF
 UNUSED_ID = -1
+_BLOCK = 256  # positions that are decoded at once
 
 
 def build_rank_table(token_counts: np.ndarray, scored_ids: np.ndarray | None = None) -> np.ndarray:
@@ -81,9 +82,19 @@ class IdCoding:
         return self._rank_of_id.take(ids, mode="wrap")  # several times faster than indexing
 
     def decode(self, ranks: np.ndarray) -> np.ndarray:
-        """u32 [..., K] → int32 [..., K], −1 where unused. Raises ValueError for a rank that no id has."""
-        if ranks.size and ranks.max() >= self._vocab_size:
-            wrong = ranks[(ranks >= self._vocab_size) & (ranks != UNUSED_RANK)]
-            if wrong.size:
-                raise ValueError(f"rank {int(wrong[0])} does not exist in a vocabulary of {self._vocab_size}")
-        return self._id_of_rank.take(ranks, mode="clip")  # clip sends the unused rank to the last entry, −1
+        """u32 [N, K] → int32 [N, K], −1 where unused: the same memory, which holds ranks no more.
+
+        Raises ValueError for a rank that no id has.
+        """
+        ids = ranks.view("<i4")
+        # In place and by blocks that stay in a core's cache: a new array costs a page fault every 4 KiB, together three
+        # times the look-up itself.
+        for start in range(0, len(ranks), _BLOCK):
+            block = ranks[start : start + _BLOCK]
+            if block.size and block.max() >= self._vocab_size:
+                wrong = block[(block >= self._vocab_size) & (block != UNUSED_RANK)]
+                if wrong.size:
+                    raise ValueError(f"rank {int(wrong[0])} does not exist in a vocabulary of {self._vocab_size}")
+            # clip sends the unused rank to the last entry, −1; take has copied its indices before it writes
+            self._id_of_rank.take(block, mode="clip", out=ids[start : start + _BLOCK])
+        return ids
