@@ -51,13 +51,13 @@ class CachedTargets:
             CacheError: no cache, missing rows, or one of other samples, another tokenizer, another teacher, fewer
                 kept tokens or other temperatures. The message says which and what to do.
         """
-        self._path = Path(path)
+        self._path = path
         self._reader = CacheReader(path)
         self._samples = samples
         self.top_k = top_k
         self.temperature = temperature
         manifest = self._reader.manifest
-        self._check_tokens(Path(path))
+        self._check_tokens(path)
         if top_k > manifest.top_k:
             raise CacheError(
                 f"{path} keeps {manifest.top_k} tokens a position, teacher.top_k asks for {top_k}: "
@@ -68,17 +68,17 @@ class CachedTargets:
                 f"{path} was captured at the temperatures {list(manifest.temperatures)}, loss.temperature is "
                 f"{temperature}: choose one of them or capture again with it in teacher.temperatures"
             )
-        _check_teacher(Path(path), manifest.teacher, teacher, weights_sha256)
+        _check_teacher(path, manifest.teacher, teacher, weights_sha256)
         self._reader.require_complete()
-        self._check_files(Path(path))
+        self._check_files(path)
 
-    def _check_files(self, path: Path) -> None:
+    def _check_files(self, path: Path | str) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
         damaged = verify(path, "inventory").problems
         if damaged:
             raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {_REPAIR.format(path)}")
 
-    def _check_tokens(self, path: Path) -> None:
+    def _check_tokens(self, path: Path | str) -> None:
         manifest = self._reader.manifest
         ours, theirs = self._samples.tokenizer_identity, manifest.tokenizer
         if ours.get("sha256") != theirs.get("sha256"):
@@ -139,7 +139,7 @@ def _logsumexp(values: NDArray[np.float32]) -> NDArray[np.float32]:
         return np.asarray(finite + np.log(np.exp(values - finite[:, None]).sum(axis=1)), np.float32)
 
 
-def _check_teacher(path: Path, captured: Any, teacher: ModelConfig, weights_sha256: str | None) -> None:
+def _check_teacher(path: Path | str, captured: Any, teacher: ModelConfig, weights_sha256: str | None) -> None:
     difference = teacher.first_difference(captured.get("architecture", {}))
     if difference is not None:
         field, theirs, ours = difference

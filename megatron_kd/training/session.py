@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_kd.cache.store import cache_exists
 from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.samples import SampleSet, open_samples
@@ -58,7 +59,7 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
         check_samples(recipe, samples)
         cached = None if online else _open_cache(recipe, samples)
         evaluation_cached = cached
-        if online and recipe.teacher.cache is not None and (Path(recipe.teacher.cache) / "cache.json").exists():
+        if online and recipe.teacher.cache is not None and cache_exists(recipe.teacher.cache):
             evaluation_cached = _open_cache(recipe, samples)
     needs_teacher = online and not (for_evaluation and evaluation_cached is not None)
     teacher = MegatronTeacher(recipe, groups) if needs_teacher else None
