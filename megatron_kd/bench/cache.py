@@ -23,6 +23,7 @@ from megatron_kd.bench.cache_table import cache_table
 from megatron_kd.bench.neighbours import Neighbours
 from megatron_kd.bench.peers import PeerUnavailableError
 from megatron_kd.bench.settings import check_positive
+from megatron_kd.cache.store import cache_exists
 from megatron_kd.config import load_recipe
 from megatron_kd.errors import ConfigError
 from megatron_kd.progress import progress
@@ -145,7 +146,7 @@ def _rows(
         return rows_of_cache(cache, str(cache), tokens=tokens, top_k=top_k)
     if recipe is not None and row_length is None:
         existing = load_recipe(recipe, overrides).teacher.cache
-        if existing is not None and (Path(existing) / "cache.json").exists():
+        if existing is not None and cache_exists(existing):
             return rows_of_cache(existing, str(existing), tokens=tokens, top_k=top_k)
     path = find_demo_recipe() if recipe is None else Path(recipe)
     captured = capture_rows(

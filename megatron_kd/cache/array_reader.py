@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import json
-import os
-import weakref
-from collections.abc import Iterator
+import struct
 from pathlib import Path
 
 import google_crc32c
 import numpy as np
 
 from megatron_kd.cache.array_writer import ABSENT, BLOSC, CRC_BYTES, INDEX_ENTRY
-from megatron_kd.cache.schema import parse_array
+from megatron_kd.cache.json_text import parse_json
+from megatron_kd.cache.schema import ArraySpec, parse_array
+from megatron_kd.cache.storage import Storage, open_storage
 from megatron_kd.errors import CacheError
 
+MAX_METADATA_BYTES = 2**16
 
-def _pread(descriptor: int, size: int, offset: int, path: Path) -> bytes:
-    parts = []
-    while size:
-        part = os.pread(descriptor, size, offset)
-        if not part:
-            raise CacheError(f"{path} is truncated: {size} bytes from offset {offset} on are missing")
-        parts.append(part)
-        size -= len(part)
-        offset += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+BLOSC_OVERHEAD = 16  # its header; data that do not shrink are copied behind it
+_BLOSC_SIZES = struct.Struct("<4xIII")  # decoded, block, stored with the header
 
 
 class ArrayReader:
@@ -34,22 +26,33 @@ class ArrayReader:
     Safe in threads and after a fork: reads are positional and share no state but one replaceable cached chunk.
     """
 
-    def __init__(self, folder: Path, expected_bytes: int | None = None) -> None:
-        """``folder``: with zarr.json and the object. ``expected_bytes``: the object's size, where it is on record.
+    def __init__(
+        self, folder: Path | Storage, expected_bytes: int | None = None, expected: ArraySpec | None = None
+    ) -> None:
+        """Opens the array in ``folder``, which has zarr.json and the object.
+
+        Args:
+            expected_bytes: the object's size, where it is on record.
+            expected: of which dtype and width the array must be.
 
         Raises:
             CacheError: for metadata of another kind, a wrong size, an index that fails its checksum.
         """
+        storage = open_storage(folder)
+        name = storage.location.rpartition("/")[2]
         try:
-            stored = parse_array(json.loads((folder / "zarr.json").read_bytes()), folder.name)
-            self.path = folder / stored.spec.object_name
-            descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            stored = parse_array(parse_json(storage.read("zarr.json", MAX_METADATA_BYTES)), name)
+            self._file = storage.open(stored.spec.object_name)
         except (OSError, ValueError) as error:
-            raise CacheError(f"{folder} cannot be opened: {error}") from error
-        self._descriptor = descriptor
-        self.close = weakref.finalize(self, os.close, descriptor)
+            raise CacheError(f"{storage.location} cannot be opened: {error}") from error
+        self.close = self._file.close
+        self.path, self.size = self._file.where, self._file.size
         self.spec, self.length = stored.spec, stored.length
-        self.size = os.fstat(descriptor).st_size
+        if expected is not None and (self.spec.dtype, self.spec.width) != (expected.dtype, expected.width):
+            raise CacheError(
+                f"{storage.location} holds {self.spec.dtype} {self.spec.width}, "
+                f"cache.json needs {expected.dtype} {expected.width}"
+            )
         if expected_bytes is not None and self.size != expected_bytes:
             raise CacheError(f"{self.path} has {self.size} bytes, its commit record says {expected_bytes}")
         self._index = self._read_index(stored.index_entries, stored.index_at_start)
@@ -59,7 +62,8 @@ class ArrayReader:
         size = entries * 2 * INDEX_ENTRY.itemsize
         if self.size < size + CRC_BYTES:
             raise CacheError(f"{self.path} has {self.size} bytes, less than its index of {size + CRC_BYTES}")
-        data = _pread(self._descriptor, size + CRC_BYTES, 0 if at_start else self.size - size - CRC_BYTES, self.path)
+        begin = 0 if at_start else self.size - size - CRC_BYTES
+        (data,) = self._file.read([(begin, begin + size + CRC_BYTES)])
         if google_crc32c.value(data[:size]) != int.from_bytes(data[size:], "little"):
             raise CacheError(f"{self.path}: the shard index fails its crc32c, the file is damaged")
         return np.frombuffer(data, INDEX_ENTRY, entries * 2).reshape(entries, 2)
@@ -78,14 +82,15 @@ class ArrayReader:
         """Elements [start, stop) as a new array [stop − start, …]. Raises CacheError for a damaged chunk."""
         if not 0 <= start <= stop <= self.length:
             raise IndexError(f"[{start}, {stop}) is outside {self.path} of length {self.length}")
-        out = np.empty((stop - start, *self.spec.width), self.spec.dtype)
         if start == stop:
-            return out
+            return np.empty((0, *self.spec.width), self.spec.dtype)
         step = self.spec.inner[0]
         cached = self._cached
         wanted = range(start // step, (stop - 1) // step + 1)
         missing = [chunk for chunk in wanted if cached is None or chunk != cached[0]]
-        for chunk, payload in self._fetch(missing):
+        payloads = self._fetch(missing)  # before memory is taken for what they decode to
+        out = np.empty((stop - start, *self.spec.width), self.spec.dtype)
+        for chunk, payload in payloads:
             low, high = chunk * step, (chunk + 1) * step
             if start <= low and high <= stop:
                 self._decode(chunk, payload, out[low - start : high - start])
@@ -109,23 +114,30 @@ class ArrayReader:
         """u64 [chunks, 2]: offset and size of every inner chunk, ``ABSENT`` twice for one never written."""
         return self._index[: self.chunks]
 
-    def _fetch(self, chunks: list[int]) -> Iterator[tuple[int, np.ndarray]]:
+    def _fetch(self, chunks: list[int]) -> list[tuple[int, np.ndarray]]:
         """The stored bytes (u8) of ascending chunks, by one read where they lie one behind the other."""
-        extents = [(int(offset), int(size)) for offset, size in self._index[chunks]]
+        extents: list[tuple[int, int]] = [tuple(entry) for entry in self._index[chunks].tolist()]
+        groups: list[tuple[int, int]] = []
+        group_of: list[int] = []
         for chunk, (offset, size) in zip(chunks, extents, strict=True):
             if offset == ABSENT:
                 raise CacheError(f"{self.path}: inner chunk {chunk} ({self._positions(chunk)}) was never written")
             if size <= CRC_BYTES or offset + size > self.size:
                 raise CacheError(f"{self.path} is truncated: inner chunk {chunk} ({self._positions(chunk)}) is cut off")
-        group_start = 0
-        for i in range(1, len(chunks) + 1):
-            if i < len(chunks) and extents[i][0] == extents[i - 1][0] + extents[i - 1][1]:
-                continue
-            begin, end = extents[group_start][0], sum(extents[i - 1])
-            data = np.frombuffer(_pread(self._descriptor, end - begin, begin, self.path), "u1")
-            for chunk, (offset, size) in zip(chunks[group_start:i], extents[group_start:i], strict=True):
-                yield chunk, data[offset - begin : offset - begin + size]
-            group_start = i
+            if size > self.spec.chunk_bytes + BLOSC_OVERHEAD + CRC_BYTES:
+                raise CacheError(f"{self.path}: inner chunk {chunk} ({self._positions(chunk)}) has an impossible size")
+            if groups and groups[-1][1] == offset:
+                groups[-1] = (groups[-1][0], offset + size)
+            else:
+                groups.append((offset, offset + size))
+            group_of.append(len(groups) - 1)
+        if sum(end - begin for begin, end in groups) > self.size:
+            raise CacheError(f"{self.path}: its inner chunks overlap, the shard index is damaged")
+        parts = self._file.read(groups) if groups else []
+        return [
+            (chunk, np.frombuffer(parts[group], "u1", size, offset - groups[group][0]))
+            for chunk, (offset, size), group in zip(chunks, extents, group_of, strict=True)
+        ]
 
     def _check_crc(self, chunk: int, payload: np.ndarray) -> None:
         if google_crc32c.value(payload[:-CRC_BYTES]) != int.from_bytes(payload[-CRC_BYTES:].tobytes(), "little"):
@@ -136,8 +148,9 @@ class ArrayReader:
     def _decode(self, chunk: int, payload: np.ndarray, out: np.ndarray) -> None:
         self._check_crc(chunk, payload)
         data = payload[:-CRC_BYTES]
-        # Blosc fills a larger destination only in part and says nothing: its header has the decoded size.
-        if int.from_bytes(data[4:8].tobytes(), "little") != self.spec.chunk_bytes:
+        # Blosc believes its header, and fills a larger destination only in part and says nothing.
+        decoded, block, stored = _BLOSC_SIZES.unpack_from(data) if len(data) >= BLOSC_OVERHEAD else (0, 0, 0)
+        if decoded != self.spec.chunk_bytes or stored != len(data) or not 0 < block <= decoded:
             raise CacheError(f"{self.path}: inner chunk {chunk} does not decode to {self.spec.chunk_bytes} bytes")
         try:
             BLOSC.decode(data, out=out)

@@ -6,24 +6,26 @@ of its files, some of its rows.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, Literal, get_args
+from typing import Literal, get_args
 
 import google_crc32c
 import numpy as np
 import xxhash
 
-from megatron_kd.cache.array_reader import ArrayReader
+from megatron_kd.cache.array_reader import BLOSC_OVERHEAD, MAX_METADATA_BYTES, ArrayReader
 from megatron_kd.cache.array_writer import ABSENT, CRC_BYTES
 from megatron_kd.cache.commits import CommitRecord, read_commit
+from megatron_kd.cache.json_text import parse_json
 from megatron_kd.cache.mass import check_mass
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import check_row, content_hash
 from megatron_kd.cache.schema import ArraySpec, parse_array
 from megatron_kd.cache.shard_reader import ShardReader
+from megatron_kd.cache.storage import Storage, StoredFile
 from megatron_kd.cache.store import Cache, open_cache, ranges
 from megatron_kd.cache.writer import group_attributes
 from megatron_kd.errors import CacheError
@@ -34,7 +36,6 @@ LEVELS: tuple[Level, ...] = get_args(Level)
 _READ_BYTES = 1 << 24  # at a time
 _TASK_BYTES = 1 << 23  # of small files that go together
 _TASK_SLOTS = 1 << 22  # positions · K of the rows that go together: about a tenth of a second
-_BLOSC_OVERHEAD = 16  # at most so much longer than what it compressed
 _DECODING_COST = 5  # measured: decoding and checking a row, relative to the checksums of its bytes
 _MOST_PROBLEMS = 20  # of one task; a cache written by a faulty program has as many as rows
 
@@ -105,7 +106,7 @@ class ShardChecker:
         if check.rows is not None:
             self._check_rows(check.shard, *check.rows, found)
         elif check.files:
-            folder = self._cache.shards_folder / check.attempt
+            folder = self._cache.shard_storage(check.attempt)
             for name, digest in check.files:
                 found.collect(_check_file, folder, name, digest)
         else:
@@ -117,7 +118,7 @@ class ShardChecker:
     def _check_shard(self, record: CommitRecord, found: Found) -> None:
         found.attempt, found.row_count = record.attempt, record.rows
         found.tokens, found.bytes = record.tokens, record.stored_bytes
-        folder = self._cache.shards_folder / record.attempt
+        folder = self._cache.shard_storage(record.attempt)
         found.collect(_check_inventory, folder, record)
         if self._depth < LEVELS.index("structure") or found.problems:
             return
@@ -172,33 +173,34 @@ class ShardChecker:
             found.problems.append(f"{beyond} more of the samples {samples[0]}–{samples[-1]} are damaged")
 
 
-def _check_inventory(folder: Path, record: CommitRecord) -> None:
-    found = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+def _check_inventory(folder: Storage, record: CommitRecord) -> None:
+    found = {file.name: file.size for file in folder.files()}
     for name, entry in record.objects.items():
         if found.get(name) != entry["bytes"]:
             size = f"{found[name]} bytes" if name in found else "nothing"
-            raise CacheError(f"{folder / name}: the commit record has {entry['bytes']} bytes, the disk {size}")
+            raise CacheError(f"{folder.where(name)}: the commit record has {entry['bytes']} bytes, the disk {size}")
     extra = sorted(found.keys() - record.objects.keys())
     if extra:
-        raise CacheError(f"{folder} holds files that its commit record does not name: {', '.join(extra[:5])}")
+        raise CacheError(f"{folder.location} holds files that its commit record does not name: {', '.join(extra[:5])}")
 
 
-def _check_group(cache: Cache, folder: Path, record: CommitRecord) -> None:
+def _check_group(cache: Cache, folder: Storage, record: CommitRecord) -> None:
     try:
-        attributes = json.loads((folder / "zarr.json").read_bytes())["attributes"]
+        attributes = parse_json(folder.read("zarr.json", MAX_METADATA_BYTES))["attributes"]
     except (ValueError, KeyError, TypeError) as error:
-        raise CacheError(f"{folder / 'zarr.json'} is not the metadata of a zarr group: {error}") from error
+        raise CacheError(f"{folder.where('zarr.json')} is not the metadata of a zarr group: {error}") from error
     if attributes != group_attributes(cache, record.shard_index):
-        raise CacheError(f"{folder / 'zarr.json'} has other attributes than cache.json: {attributes}")
+        raise CacheError(f"{folder.where('zarr.json')} has other attributes than cache.json: {attributes}")
 
 
-def _check_structure(folder: Path, spec: ArraySpec) -> None:
-    array = ArrayReader(folder / spec.name)
-    stored = json.loads((folder / spec.name / "zarr.json").read_bytes())
+def _check_structure(folder: Storage, spec: ArraySpec) -> None:
+    array = ArrayReader(folder.below(spec.name))
+    name = f"{spec.name}/zarr.json"
+    stored = parse_json(folder.read(name, MAX_METADATA_BYTES))
     # ArrayReader reads more than we write, so the metadata is compared as a whole.
     if stored != spec.metadata(array.length):
         wanted = parse_array(spec.metadata(array.length), spec.name).spec
-        raise CacheError(f"{folder / spec.name / 'zarr.json'} describes {array.spec}, cache.json needs {wanted}")
+        raise CacheError(f"{folder.where(name)} describes {array.spec}, cache.json needs {wanted}")
     extents = array.extents()
     absent = np.flatnonzero((extents == ABSENT).any(-1))
     if len(absent):
@@ -208,31 +210,50 @@ def _check_structure(folder: Path, spec: ArraySpec) -> None:
     if extents[0, 0] != 0 or (extents[1:, 0] != ends[:-1]).any() or ends[-1] != array.size - array.index_bytes:
         raise CacheError(f"{array.path}: inner chunks do not follow each other from the start of the file to the index")
     wrong = np.flatnonzero(
-        (extents[:, 1] <= CRC_BYTES) | (extents[:, 1] > spec.chunk_bytes + _BLOSC_OVERHEAD + CRC_BYTES)
+        (extents[:, 1] <= CRC_BYTES) | (extents[:, 1] > spec.chunk_bytes + BLOSC_OVERHEAD + CRC_BYTES)
     )
     if len(wrong):
         raise CacheError(f"{array.path}: inner chunks {ranges(wrong.tolist())} have an impossible size")
 
 
-def _check_file(folder: Path, name: str, digest: str) -> None:
+def _check_file(folder: Storage, name: str, digest: str) -> None:
     """crc32c of every inner chunk and xxh3_128 of the file, of bytes that are read once."""
     whole = xxhash.xxh3_128()
-    with open(folder / name, "rb") as file:
+    with closing(_Sequential(folder.open(name))) as file:
         if not name.endswith("zarr.json"):
-            array = ArrayReader(folder / name.split("/")[0])
+            array = ArrayReader(folder.below(name.split("/")[0]))
             damaged = [chunk for chunk, payload in _chunks(file, array, whole) if not _passes_crc(payload)]
             if damaged:
                 raise CacheError(
-                    f"{folder / name}: inner chunks {ranges(damaged)} (of {array.spec.inner[0]} elements each) "
+                    f"{folder.where(name)}: inner chunks {ranges(damaged)} (of {array.spec.inner[0]} elements each) "
                     "fail their crc32c, the file is damaged"
                 )
         while data := file.read(_READ_BYTES):
             whole.update(data)
     if whole.hexdigest() != digest:
-        raise CacheError(f"{folder / name} is damaged: its xxh3_128 is not the one in the commit record")
+        raise CacheError(f"{folder.where(name)} is damaged: its xxh3_128 is not the one in the commit record")
 
 
-def _chunks(file: BinaryIO, array: ArrayReader, whole: xxhash.xxh3_128) -> Iterator[tuple[int, np.ndarray]]:
+class _Sequential:
+    """Reads an open file from its start to its end."""
+
+    def __init__(self, file: StoredFile) -> None:
+        self._file, self._at = file, 0
+
+    def read(self, size: int) -> bytes:
+        """The next ``size`` bytes, fewer at the end of the file. Raises CacheError where it was truncated meanwhile."""
+        end = min(self._at + max(size, 0), self._file.size)
+        if end == self._at:
+            return b""
+        (data,) = self._file.read([(self._at, end)])
+        self._at = end
+        return data
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _chunks(file: _Sequential, array: ArrayReader, whole: xxhash.xxh3_128) -> Iterator[tuple[int, np.ndarray]]:
     """The stored bytes (u8) of every inner chunk with its number; all that is read also goes into the hash."""
     ends: Sequence[int] = array.extents().sum(-1).tolist()
     first = begin = 0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.cache.storage import Storage
 from megatron_kd.cache.store import Cache, open_cache
 from megatron_kd.cache.text import printable, size_text
 from megatron_kd.cache.writer import orphans, remove_orphans
@@ -69,7 +70,7 @@ def clean(path: Path | str | Cache, idle_s: float = 86400.0, *, dry_run: bool = 
     if not idle_s >= 0:
         raise ValueError(f"idle_s is {idle_s}, must not be negative")
     cache = open_cache(path)
-    found = {orphan: _measure(orphan, str(orphan.relative_to(cache.path))) for orphan in orphans(cache)}
+    found = {orphan: _measure(cache.storage, orphan) for orphan in orphans(cache)}
     seen = {orphan: leftover for orphan, leftover in found.items() if leftover is not None}
     if dry_run:
         gone = {orphan for orphan, leftover in seen.items() if leftover.idle_s >= idle_s}
@@ -83,10 +84,8 @@ def clean(path: Path | str | Cache, idle_s: float = 86400.0, *, dry_run: bool = 
     )
 
 
-def _measure(orphan: Path, name: str) -> Leftover | None:
-    try:
-        statuses = [file.stat() for file in (orphan, *orphan.rglob("*"))]
-        size = sum(file.stat().st_size for file in (orphan, *orphan.rglob("*")) if file.is_file())
-    except FileNotFoundError:
+def _measure(storage: Storage, name: str) -> Leftover | None:
+    written = storage.last_written(name)
+    if written is None:
         return None  # its writer, or another clean-up, took it away meanwhile
-    return Leftover(name, size, max(0.0, time.time() - max(status.st_mtime for status in statuses)))
+    return Leftover(name, storage.total_bytes(name), max(0.0, time.time() - written))

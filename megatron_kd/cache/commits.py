@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megatron_kd.cache.identity import HASH_BYTES
-from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, ranges, reported
+from megatron_kd.cache.identity import is_hash
+from megatron_kd.cache.json_text import parse_json
+from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, reported, samples_of
 from megatron_kd.errors import CacheError
-from megatron_kd.files import fsync_directory
+
+_ATTEMPT = re.compile(r"([0-9]{6,9})-[0-9a-f]{32}")
 
 
 @dataclass(frozen=True)
@@ -49,24 +52,18 @@ class CommitRecord:
 def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
     """Raises CacheError for a shard that is not committed, or a record that is damaged or of another cache."""
     samples = cache.manifest.shard_samples(shard_index)
-    path = cache.commit_path(shard_index)
+    name = cache.commit_name(shard_index)
+    path = cache.storage.where(name)
     try:
-        record = CommitRecord(**json.loads(path.read_bytes()))
-        fitting = (
-            record.shard_index == shard_index
-            and record.rows == len(samples) == len(record.row_hashes) == len(record.content_hashes)
-            and all(len(bytes.fromhex(value)) == HASH_BYTES for value in record.row_hashes)
-            and record.objects.keys() == object_names(cache)
-            and all(isinstance(entry["bytes"], int) and entry["xxh3_128"] for entry in record.objects.values())
-        )
+        record = CommitRecord(**parse_json(cache.storage.read(name, _largest_record(cache, len(samples)))))
     except FileNotFoundError as error:
         raise CacheError(
-            f"shard {shard_index} of {cache.path} (samples {ranges(samples)}) was never committed; "
-            f"missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
+            f"shard {shard_index} of {cache.location} (samples {samples_of(cache, [shard_index])}) was never "
+            f"committed; missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
         ) from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, CacheError) as error:
         raise CacheError(f"{path} is damaged: {error}; {_remove(path)}") from error
-    if not fitting:
+    if not _fits(record, cache, shard_index, len(samples)):
         raise CacheError(f"{path} does not have the fields of shard {shard_index}; {_remove(path)}")
     if record.cache_id != cache.manifest.cache_id:
         raise CacheError(
@@ -74,6 +71,45 @@ def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
             f"{_remove(path)}"
         )
     return record
+
+
+def _largest_record(cache: Cache, rows: int) -> int:
+    """Bytes of a record with every field as long as it can be, and as much again for another program's spaces."""
+    return 2 * (4096 + 80 * rows + 256 * len(object_names(cache)))
+
+
+def _fits(record: CommitRecord, cache: Cache, shard_index: int, rows: int) -> bool:
+    """Whether every field has the type and form of one of this shard: nothing in it may name another file."""
+    objects = record.objects
+    return (
+        is_hash(record.cache_id)
+        and record.shard_index == shard_index
+        and isinstance(record.attempt, str)
+        and attempt_shard(record.attempt) == shard_index
+        and record.rows == rows
+        and type(record.tokens) is int
+        and rows <= record.tokens < 2**63
+        and all(
+            isinstance(values, list) and len(values) == rows for values in (record.row_hashes, record.content_hashes)
+        )
+        and all(is_hash(value) for value in (*record.row_hashes, *record.content_hashes))
+        and isinstance(objects, dict)
+        and objects.keys() == object_names(cache)
+        and all(
+            isinstance(entry, dict)
+            and entry.keys() == {"bytes", "xxh3_128"}
+            and type(entry["bytes"]) is int
+            and 0 < entry["bytes"] < 2**63
+            and is_hash(entry["xxh3_128"])
+            for entry in objects.values()
+        )
+    )
+
+
+def attempt_shard(name: str) -> int | None:
+    """The shard that a directory under ``shards/`` is an attempt at; None for another name."""
+    match = _ATTEMPT.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _remove(path: object) -> str:
@@ -94,7 +130,6 @@ def discard_shard(cache: Cache, shard_index: int) -> None:
     Raises:
         CacheError: the disk refuses.
     """
-    path = cache.commit_path(shard_index)
-    with reported(path, "removing"):
-        path.unlink(missing_ok=True)
-        fsync_directory(cache.commits_folder)
+    name = cache.commit_name(shard_index)
+    with reported(cache.storage.where(name), "removing"):
+        cache.storage.remove(name)

@@ -217,7 +217,7 @@ def cache_drift(
     manifest_a, manifest_b = (cache.manifest for cache in caches)
     samples = np.flatnonzero(np.logical_and(*_committed(caches)))
     if not len(samples):
-        raise CacheError(f"{caches[0].path} and {caches[1].path} have no captured row in common")
+        raise CacheError(f"{caches[0].location} and {caches[1].location} have no captured row in common")
     if rows is not None and rows < len(samples):
         samples = samples[np.linspace(0, len(samples) - 1, rows).astype("i8")]
     readers = [CacheReader(cache) for cache in caches]
@@ -257,7 +257,9 @@ def _committed(caches: list[Cache]) -> list[NDArray[np.bool_]]:
 
 def _check_comparable(a: Cache, b: Cache) -> None:
     def said(name: str, value: Any, other: Any, why: str) -> CacheError:
-        return CacheError(f"{a.path} and {b.path} cannot be compared: their {name} are {value} and {other}; {why}")
+        return CacheError(
+            f"{a.location} and {b.location} cannot be compared: their {name} are {value} and {other}; {why}"
+        )
 
     ours, theirs = a.manifest, b.manifest
     if ours.vocab_size != theirs.vocab_size:

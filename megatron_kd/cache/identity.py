@@ -6,11 +6,19 @@ else about a row; the loss mask is left out because it does not change the teach
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import numpy as np
 import xxhash
 
 ROW_HASH_VERSION = 1
-HASH_BYTES = 16
+_HASH = re.compile("[0-9a-f]{32}")
+
+
+def is_hash(value: Any) -> bool:
+    """Whether it is a hash as text: 32 hexadecimal digits."""
+    return isinstance(value, str) and _HASH.fullmatch(value) is not None
 
 
 def row_hash(tokens: np.ndarray, document_offsets: np.ndarray) -> bytes:

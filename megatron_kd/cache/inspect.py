@@ -48,7 +48,7 @@ def inspect(path: Path | str | Cache, sample_rows: int = 16) -> dict[str, Any]:
         raise CacheError(problems[0])
     rows = sum(len(manifest.shard_samples(shard)) for shard in readable)
     return {
-        "path": str(cache.path),
+        "path": cache.location,
         "cache_id": manifest.cache_id,
         "complete": rows == manifest.rows,
         "missing_samples": missing_samples(cache),

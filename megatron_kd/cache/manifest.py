@@ -10,11 +10,19 @@ from typing import Any
 
 import xxhash
 
-from megatron_kd.cache.schema import ArraySpec, shard_arrays
+from megatron_kd.cache.identity import is_hash
+from megatron_kd.cache.json_text import parse_json
+from megatron_kd.cache.schema import MAX_CHUNK_BYTES, WIDE_CHUNK, ArraySpec, shard_arrays
 from megatron_kd.cache.values import VALUE_DTYPES
 from megatron_kd.errors import CacheError
 
 FORMAT_VERSION = 1
+# Far beyond what anyone captures; they bound what a reader does for a damaged or hostile cache.json.
+MAX_VOCAB_SIZE = 2**24
+MAX_TOP_K = MAX_CHUNK_BYTES // (4 * WIDE_CHUNK)
+MAX_SHARDS = 2**20
+MAX_ROWS_PER_SHARD = 2**24
+MAX_TEMPERATURES = 64
 # Recorded, but a capture may go on under another version of a library.
 _NOT_IDENTITY = ("library_versions",)
 
@@ -55,14 +63,31 @@ class CacheManifest:
         """Raises CacheError for values no cache can have."""
         for name in ("rows", "rows_per_shard", "top_k", "vocab_size"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if type(value) is not int or value < 1:
                 raise CacheError(f"{name} of a cache must be a positive integer, not {value!r}")
         if self.top_k > self.vocab_size:
             raise CacheError(f"top_k {self.top_k} is larger than the vocabulary of {self.vocab_size}")
-        if self.vocab_size > 2**31 - 1:
-            raise CacheError(f"vocab_size {self.vocab_size} does not fit 32-bit ids")
-        if self.value_dtype not in VALUE_DTYPES:
+        for name, value, most in (
+            ("vocab_size", self.vocab_size, MAX_VOCAB_SIZE),
+            ("top_k", self.top_k, MAX_TOP_K),
+            ("rows_per_shard", self.rows_per_shard, MAX_ROWS_PER_SHARD),
+        ):
+            if value > most:
+                raise CacheError(f"{name} of a cache is {value}, at most {most} are possible")
+        if self.shards > MAX_SHARDS:
+            raise CacheError(
+                f"{self.rows} rows in shards of {self.rows_per_shard} make {self.shards} shards, at most {MAX_SHARDS} "
+                "are possible: raise rows_per_shard"
+            )
+        if not is_hash(self.rank_table_hash):
+            raise CacheError(f"rank_table_hash must be 32 hexadecimal digits, not {str(self.rank_table_hash)[:80]!r}")
+        for name in ("teacher", "tokenizer", "corpus", "library_versions"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise CacheError(f"{name} of a cache must be an object with names, not {getattr(self, name)!r}")
+        if not isinstance(self.value_dtype, str) or self.value_dtype not in VALUE_DTYPES:
             raise CacheError(f"value_dtype {self.value_dtype!r} must be one of {', '.join(VALUE_DTYPES)}")
+        if not all(type(value) in (int, float) and abs(value) < 2**100 for value in self.temperatures):
+            raise CacheError(f"temperatures must be positive and distinct (to six digits), not {self.temperatures}")
         temperatures = tuple(float(value) for value in self.temperatures)
         names = {f"{value:g}" for value in temperatures}  # arrays are named by these six digits
         if not temperatures or len(names) != len(temperatures) or not all(0 < t < float("inf") for t in temperatures):
@@ -109,7 +134,7 @@ class CacheManifest:
     def from_json(cls, text: str | bytes, where: str) -> CacheManifest:
         """Raises CacheError, naming ``where``, for text that is not a manifest of this format version."""
         try:
-            values = json.loads(text)
+            values = parse_json(text)
         except ValueError as error:
             raise CacheError(f"{where} is not JSON: {error}") from error
         version = values.get("format_version") if isinstance(values, dict) else None
@@ -119,9 +144,14 @@ class CacheManifest:
         names = {entry.name for entry in dataclasses.fields(cls)}
         if values.keys() != names:
             raise CacheError(f"{where} has other fields than a cache: {sorted(values.keys() ^ names)}")
+        if not isinstance(values["temperatures"], list) or len(values["temperatures"]) > MAX_TEMPERATURES:
+            raise CacheError(f"{where} has temperatures that are no list of at most {MAX_TEMPERATURES}")
         if cache_id != _identity_hash(values):
             raise CacheError(f"{where} was changed after it was written: its cache_id does not fit its other fields")
-        return cls(**{**values, "temperatures": tuple(values["temperatures"])})
+        try:
+            return cls(**{**values, "temperatures": tuple(values["temperatures"])})
+        except CacheError as error:
+            raise CacheError(f"{where} describes no possible cache: {error}") from error
 
 
 def _identity(values: dict[str, Any]) -> dict[str, Any]:

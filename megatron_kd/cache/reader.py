@@ -50,7 +50,7 @@ class CacheReader:
         _READERS.add(self)
 
     def __reduce__(self) -> tuple[Callable[..., CacheReader], tuple[Any, ...]]:
-        return _reopen, (str(self._cache.path), self._open_shards)
+        return _reopen, (self._cache.location, self._open_shards)
 
     @property
     def manifest(self) -> CacheManifest:
@@ -65,7 +65,7 @@ class CacheReader:
         """Raises CacheError naming the missing samples unless every shard is committed. Reads no shard."""
         missing = missing_samples(self._cache)
         if missing:
-            raise CacheError(f"{self._cache.path} lacks samples {missing}; {CAPTURE_AGAIN}")
+            raise CacheError(f"{self._cache.location} lacks samples {missing}; {CAPTURE_AGAIN}")
 
     def read(
         self, sample_id: int, expected_hash: bytes | None = None, *, expected_tokens: np.ndarray | None = None
@@ -116,7 +116,9 @@ class CacheReader:
     ) -> Row:
         sample_id = int(sample_id)  # samplers hand out numpy integers and tensors
         if not 0 <= sample_id < len(self):
-            raise CacheError(f"sample {sample_id} is not in {self._cache.path}: it holds samples 0 to {len(self) - 1}")
+            raise CacheError(
+                f"sample {sample_id} is not in {self._cache.location}: it holds samples 0 to {len(self) - 1}"
+            )
         shard_index, row = divmod(sample_id, self.manifest.rows_per_shard)
         try:
             shard = self._shard(shard_index)
@@ -127,7 +129,7 @@ class CacheReader:
                 raise CacheError(f"it has positions 0 to {length - 1}, asked were [{start}, {stop})")
             return shard.row(row, start, stop)
         except (CacheError, OSError) as error:
-            raise CacheError(f"sample {sample_id} of {self._cache.path} cannot be used: {error}") from error
+            raise CacheError(f"sample {sample_id} of {self._cache.location} cannot be used: {error}") from error
 
     def _compare(self, shard: ShardReader, row: int, expected_hash: bytes | None, tokens: np.ndarray | None) -> None:
         if tokens is not None:

@@ -18,6 +18,7 @@ from megatron_kd.cache.values import pattern_dtype
 # A slice decodes at most one chunk too many at each end; chunk length hardly changes the size (128 to 8192: 2 %).
 WIDE_CHUNK = 256  # positions of [N, K] arrays
 NARROW_CHUNK = 2048  # elements of one-dimensional arrays
+MAX_CHUNK_BYTES = 2**28  # decoded; K is at most 2^18, and no damaged or hostile file makes a reader take more at once
 ZSTD_LEVEL = 2  # measured: level 3 saves 0.2 % and takes a third more time
 
 _DATA_TYPES = ("uint8", "uint16", "uint32", "int32", "int64", "float32")
@@ -154,15 +155,25 @@ def parse_array(metadata: Any, name: str) -> StoredArray:
         separator = keys.get("configuration", {}).get("separator", "/")
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"zarr metadata of {name} is not that of a sharded array ({error!r})") from error
+    for sizes in (shape, grid, inner):
+        if not isinstance(sizes, list) or not all(type(size) is int and 0 < size < 2**63 for size in sizes):
+            raise ValueError(f"zarr metadata of {name} has the sizes {str(sizes)[:80]}, must be positive integers")
     found = (metadata.get("zarr_format"), codec["name"], inner_names, index_names, endian)
     if found != (3, "sharding_indexed", ["bytes", "blosc", "crc32c"], ["bytes", "crc32c"], "little"):
         raise ValueError(f"zarr metadata of {name} has other codecs than this cache: {found}")
-    if data_type not in _DATA_TYPES or location not in ("start", "end"):
+    if not isinstance(data_type, str) or data_type not in _DATA_TYPES or location not in ("start", "end"):
         raise ValueError(f"zarr metadata of {name} has data type {data_type}, index location {location}")
-    if (keys["name"], separator) != ("default", "."):
+    if (keys.get("name"), separator) != ("default", "."):
         raise ValueError(f"zarr metadata of {name} has chunk keys {keys}, must be default with separator '.'")
-    one_shard = len(shape) in (1, 2) and shape[0] <= grid[0] and grid[0] % inner[0] == 0
+    one_shard = (
+        len(shape) in (1, 2)
+        and len(shape) == len(grid) == len(inner)
+        and shape[0] <= grid[0]
+        and grid[0] % inner[0] == 0
+    )
     if not one_shard or not grid[1:] == inner[1:] == shape[1:]:
         raise ValueError(f"zarr metadata of {name}: shape {shape}, shard {grid} and inner chunk {inner} do not fit")
     spec = ArraySpec(name, np.dtype(data_type).newbyteorder("<"), tuple(inner))
+    if spec.chunk_bytes > MAX_CHUNK_BYTES:
+        raise ValueError(f"zarr metadata of {name} has chunks of {spec.chunk_bytes} bytes, at most {MAX_CHUNK_BYTES}")
     return StoredArray(spec, shape[0], grid[0] // inner[0], location == "start")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from functools import partial
 
 import numpy as np
 
@@ -23,23 +23,21 @@ class ShardReader:
     def __init__(self, cache: Cache, coding: IdCoding, shard_index: int) -> None:
         """Raises CacheError for a shard that is missing, damaged at its ends, or contradicts its record."""
         self.record: CommitRecord = read_commit(cache, shard_index)
-        self.folder: Path = cache.shards_folder / self.record.attempt
+        storage = cache.shard_storage(self.record.attempt)
+        self.folder: str = storage.location
+        self._together = storage.together
         manifest = cache.manifest
         self._value_dtype = manifest.value_dtype
         self._extra = [temperature_name(temperature) for temperature in manifest.temperatures[1:]]
         self._coding = coding
         self._first_sample = manifest.shard_samples(shard_index)[0]
         self._row_hashes = b"".join(map(bytes.fromhex, self.record.row_hashes))
-        self.arrays: dict[str, ArrayReader] = {}
-        for spec in manifest.arrays.values():
-            name = f"{spec.name}/{spec.object_name}"
-            array = ArrayReader(self.folder / spec.name, self.record.objects[name]["bytes"])
-            if (array.spec.dtype, array.spec.width) != (spec.dtype, spec.width):
-                raise CacheError(
-                    f"{self.folder / spec.name} holds {array.spec.dtype} {array.spec.width}, "
-                    f"cache.json needs {spec.dtype} {spec.width}"
-                )
-            self.arrays[spec.name] = array
+        specs = manifest.arrays
+        sizes = {name: self.record.objects[f"{name}/{spec.object_name}"]["bytes"] for name, spec in specs.items()}
+        opened = storage.together(
+            [partial(ArrayReader, storage.below(name), sizes[name], spec) for name, spec in specs.items()]
+        )
+        self.arrays: dict[str, ArrayReader] = dict(zip(specs, opened, strict=True))
         self._offsets = self._read_whole("sample_offsets")
         self._document_index = self._read_whole("document_index")
         self._document_starts = self._read_whole("document_starts")
@@ -47,6 +45,9 @@ class ShardReader:
 
     def _read_whole(self, name: str) -> np.ndarray:
         array = self.arrays.pop(name)
+        most = self.record.tokens if name == "document_starts" else self.record.rows + 1
+        if array.length > most:
+            raise CacheError(f"{array.path} has {array.length} elements, the commit record allows at most {most}")
         values = array.read(0, array.length)
         array.close()  # row bounds are small and stay in memory; their files need not stay open
         return values
@@ -57,11 +58,11 @@ class ShardReader:
             ("sample_offsets", self._offsets, tokens),
             ("document_index", self._document_index, len(self._document_starts)),
         ):
-            if len(bounds) != rows + 1 or bounds[0] != 0 or bounds[-1] != end or (np.diff(bounds) <= 0).any():
-                raise CacheError(f"{self.folder / name} does not rise from 0 to {end} in {rows} steps")
+            if len(bounds) != rows + 1 or bounds[0] != 0 or bounds[-1] != end or (bounds[1:] <= bounds[:-1]).any():
+                raise CacheError(f"{self.folder}/{name} does not rise from 0 to {end} in {rows} steps")
         for name, array in self.arrays.items():
             if array.length != tokens:
-                raise CacheError(f"{self.folder / name} has {array.length} positions, the commit record says {tokens}")
+                raise CacheError(f"{self.folder}/{name} has {array.length} positions, the commit record says {tokens}")
 
     def length(self, row: int) -> int:
         """The number of tokens of a row."""
@@ -77,6 +78,8 @@ class ShardReader:
         documents = self._document_starts[self._document_index[row] : self._document_index[row + 1]].copy()
         if row_hash(tokens, documents) != self.hash(row):
             raise CacheError(f"tokens in {self.folder} do not have the row hash of the commit record: damaged")
+        if not len(documents) or documents[0] != 0 or documents[-1] >= len(tokens) or (np.diff(documents) <= 0).any():
+            raise CacheError(f"{self.folder}/document_starts does not rise from 0 within the row: damaged")
         return tokens, documents
 
     def row(self, row: int, start: int, stop: int) -> Row:
@@ -84,11 +87,13 @@ class ShardReader:
         tokens, documents = self.tokens(row)
         base = int(self._offsets[row])
         begin, end = base + start, base + stop
-        read = {name: array.read(begin, end) for name, array in self.arrays.items() if name != "tokens"}
+        names = [name for name in self.arrays if name != "tokens"]
+        parts = self._together([partial(self.arrays[name].read, begin, end) for name in names])
+        read = dict(zip(names, parts, strict=True))
         try:
             ids = self._coding.decode(read["rank"])
         except ValueError as error:
-            raise CacheError(f"{self.folder / 'rank'}: {error}") from error
+            raise CacheError(f"{self.arrays['rank'].path}: {error}") from error
         extra = {}
         for field, kind in (("log_normalizers", "log_normalizer"), ("tail_logmass_extra", "tail_logmass")):
             values = [read[f"{kind}_{name}"] for name in self._extra]

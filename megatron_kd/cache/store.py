@@ -9,7 +9,6 @@ commits/000123.json              makes one attempt the shard, create-only
 from __future__ import annotations
 
 import errno
-import os
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,20 +20,34 @@ import numpy as np
 
 from megatron_kd.cache.manifest import CacheManifest, first_differing_field
 from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
+from megatron_kd.cache.storage import LocalStorage, Storage, open_storage
 from megatron_kd.errors import CacheError
-from megatron_kd.files import create_only, fsync_directory
 
 CAPTURE_AGAIN = "run `megatron-kd capture` again, it resumes with what is missing"
-_COMMIT_NAME = re.compile(r"(\d{6,})\.json")
+_COMMIT_NAME = re.compile(r"([0-9]{6,9})\.json")
+MANIFEST_NAME = "cache.json"
+MAX_MANIFEST_BYTES = 2**24
 
 
 @dataclass(frozen=True, eq=False)
 class Cache:
     """An existing cache: where it is, its manifest, its rank table u32 [V]."""
 
-    path: Path
+    storage: Storage
     manifest: CacheManifest
     rank_table: np.ndarray
+
+    @property
+    def location(self) -> str:
+        """The path or the URL, as it was given."""
+        return self.storage.location
+
+    @property
+    def path(self) -> Path:
+        """The folder on a local disk. Raises CacheError for a cache in an object store."""
+        if not isinstance(self.storage, LocalStorage):
+            raise CacheError(f"{self.location} is in an object store, this needs a folder: copy it to a disk first")
+        return self.storage.path
 
     @property
     def shards_folder(self) -> Path:
@@ -48,11 +61,19 @@ class Cache:
 
     def commit_path(self, shard_index: int) -> Path:
         """The commit record of a shard, whether it exists or not."""
-        return self.commits_folder / f"{shard_index:06d}.json"
+        return self.path / self.commit_name(shard_index)
+
+    def commit_name(self, shard_index: int) -> str:
+        """The commit record of a shard, relative to the cache."""
+        return f"commits/{shard_index:06d}.json"
+
+    def shard_storage(self, attempt: str) -> Storage:
+        """The files of an attempt."""
+        return self.storage.below(f"shards/{attempt}")
 
 
 @contextmanager
-def reported(path: Path, doing: str) -> Iterator[None]:
+def reported(path: Path | str, doing: str) -> Iterator[None]:
     """Turns what the system refuses into a CacheError that says what was being done, and what remains."""
     try:
         yield
@@ -83,19 +104,17 @@ def create_cache(path: Path | str, manifest: CacheManifest, rank_table: np.ndarr
         CacheError: where another cache stands at ``path`` (named by the first field that differs), for a table that
             does not fit, or when the disk refuses.
     """
-    path = Path(path)
+    storage = open_storage(path)
     check_rank_table(rank_table, manifest.vocab_size)
     if rank_table_hash(rank_table) != manifest.rank_table_hash:
         raise CacheError(
             f"the rank table has hash {rank_table_hash(rank_table)}, the manifest names {manifest.rank_table_hash}"
         )
-    if not (path / "cache.json").exists():
-        with reported(path, "creating cache"):
-            for folder in (path, path / "shards", path / "commits"):
-                folder.mkdir(parents=True, exist_ok=True)
-            fsync_directory(path.parent)  # the other names are synced with the files that are published below
-            create_only(_rank_table_path(path, manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
-            create_only(path / "cache.json", manifest.to_json())
+    with reported(storage.location, "creating cache"):
+        if not storage.exists(MANIFEST_NAME):
+            storage.prepare("shards", "commits")
+            storage.create(_rank_table_name(manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
+            storage.create(MANIFEST_NAME, manifest.to_json().encode())
     return open_same_cache(path, manifest)
 
 
@@ -127,35 +146,45 @@ def open_cache(path: Path | str | Cache) -> Cache:
     """Reads manifest and rank table. Raises CacheError where there is no cache or one of the two is damaged."""
     if isinstance(path, Cache):
         return path
-    path = Path(path)
+    storage = open_storage(path)
+    where = storage.where(MANIFEST_NAME)
     try:
-        manifest = CacheManifest.from_json((path / "cache.json").read_bytes(), str(path / "cache.json"))
+        manifest = CacheManifest.from_json(storage.read(MANIFEST_NAME, MAX_MANIFEST_BYTES), where)
     except FileNotFoundError as error:
-        raise CacheError(f"{path} is not a cache: it has no cache.json; make one with `megatron-kd capture`") from error
+        raise CacheError(
+            f"{storage.location} is not a cache: it has no cache.json; make one with `megatron-kd capture`"
+        ) from error
     except OSError as error:
-        raise CacheError(f"{path / 'cache.json'} cannot be read: {error.strerror}") from error
-    table_path = _rank_table_path(path, manifest)
+        raise CacheError(f"{where} cannot be read: {error.strerror}") from error
+    where = storage.where(_rank_table_name(manifest))
     try:
-        table = np.fromfile(table_path, "<u4")
+        stored = storage.read(_rank_table_name(manifest), 4 * manifest.vocab_size)
     except OSError as error:
-        raise CacheError(f"{table_path} cannot be read: {error.strerror}; without it ids cannot be decoded") from error
-    if rank_table_hash(table) != manifest.rank_table_hash or len(table) != manifest.vocab_size:
-        raise CacheError(f"{table_path} is damaged: it does not have the hash in its name")
-    return Cache(path, manifest, table)
+        raise CacheError(f"{where} cannot be read: {error.strerror}; without it ids cannot be decoded") from error
+    if len(stored) != 4 * manifest.vocab_size or rank_table_hash(np.frombuffer(stored, "<u4")) != (
+        manifest.rank_table_hash
+    ):
+        raise CacheError(f"{where} is damaged: it does not have the hash in its name")
+    table = np.frombuffer(stored, "<u4")
+    try:
+        check_rank_table(table, manifest.vocab_size)
+    except CacheError as error:
+        raise CacheError(f"{where} is damaged: {error}") from error
+    return Cache(storage, manifest, table)
 
 
-def _rank_table_path(path: Path, manifest: CacheManifest) -> Path:
-    return path / f"rank_table-{manifest.rank_table_hash}.u32"
+def _rank_table_name(manifest: CacheManifest) -> str:
+    return f"rank_table-{manifest.rank_table_hash}.u32"
 
 
 def committed_shards(path: Path | str | Cache) -> list[int]:
     """The shards that are done, ascending. Lists a directory, reads no shard."""
     cache = open_cache(path)
     try:
-        names = os.listdir(cache.commits_folder)
+        names = cache.storage.below("commits").names()
     except OSError as error:
-        raise CacheError(f"{cache.commits_folder} cannot be read: {error.strerror}") from error
-    return sorted(int(match[1]) for match in map(_COMMIT_NAME.fullmatch, names) if match)
+        raise CacheError(f"{cache.storage.where('commits')} cannot be read: {error.strerror}") from error
+    return sorted({int(match[1]) for match in map(_COMMIT_NAME.fullmatch, names) if match})
 
 
 def missing_shards(path: Path | str | Cache) -> list[int]:
@@ -167,21 +196,33 @@ def missing_shards(path: Path | str | Cache) -> list[int]:
 
 def missing_samples(cache: Cache) -> str:
     """The sample ids of all missing shards in words, such as ``0–9, 40–44``; empty for a complete cache."""
-    return ranges(sample for shard in missing_shards(cache) for sample in cache.manifest.shard_samples(shard))
+    return samples_of(cache, missing_shards(cache))
+
+
+def samples_of(cache: Cache, shards: Iterable[int]) -> str:
+    """The sample ids of ascending shards in words, without counting them one by one."""
+    return _in_words([(samples[0], samples[-1]) for samples in map(cache.manifest.shard_samples, shards)])
 
 
 def ranges(numbers: Iterable[int], most: int = 8) -> str:
     """Ascending numbers as ranges, at most ``most`` of them: 0, 1, 2, 7 → ``0–2, 7``."""
+    return _in_words(((number, number) for number in numbers), most)
+
+
+def _in_words(spans: Iterable[tuple[int, int]], most: int = 8) -> str:
+    """Ascending spans, last number included; neighbours become one."""
     found: list[list[int]] = []
-    for number in numbers:
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
+    for first, last in spans:
+        if found and first == found[-1][1] + 1:
+            found[-1][1] = last
         else:
-            found.append([number, number])
+            found.append([first, last])
     words = [str(first) if first == last else f"{first}–{last}" for first, last in found[:most]]
     return ", ".join(words) + (f" and {len(found) - most} more ranges" if len(found) > most else "")
 
 
 def cache_exists(path: Path | str) -> bool:
     """Whether a cache stands there, sound or not; what else stands at ``path`` is not looked at."""
-    return (Path(path) / "cache.json").exists()
+    storage = open_storage(path)
+    with reported(storage.location, "looking for the cache"):
+        return storage.exists(MANIFEST_NAME)

@@ -18,7 +18,7 @@ from typing import Any
 from megatron_kd.cache.checks import LEVELS, Check, Found, Level, ShardChecker
 from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.rank_table import check_rank_table
-from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges
+from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges, samples_of
 from megatron_kd.cache.text import printable, size_text
 from megatron_kd.cache.workers import run_tasks, usable_cores
 from megatron_kd.cache.writer import orphans
@@ -118,13 +118,13 @@ def verify(
     with progress(f"verify {level}", rows, unit="rows", enabled=show_progress) as advance:
         run_tasks(
             (Check(shard) for shard in shards),
-            partial(ShardChecker, cache if workers == 1 else cache.path, level),
+            partial(ShardChecker, cache if workers == 1 else cache.location, level),
             lambda check, found: shards[check.shard].take(check, found, advance),
             workers,
         )
     _add_up(shards, report)
     left = Found(report.problems)  # a record that cannot be read is no new problem
-    report.orphans = [str(orphan.relative_to(cache.path)) for orphan in left.collect(orphans, cache) or []]
+    report.orphans = left.collect(orphans, cache) or []
     return report
 
 
@@ -132,7 +132,7 @@ def _report_holes(cache: Cache, committed: list[int], report: VerifyReport) -> N
     manifest, there = cache.manifest, set(committed)
     missing = [shard for shard in range(manifest.shards) if shard not in there]
     if missing:
-        samples = ranges(sample for shard in missing for sample in manifest.shard_samples(shard))
+        samples = samples_of(cache, missing)
         report.missing_samples = samples
         report.problems.append(f"samples {samples} are missing: shards {ranges(missing)} were never committed")
     beyond = [shard for shard in committed if shard >= manifest.shards]

@@ -7,7 +7,6 @@ moment leaves an attempt directory that no record names: garbage, never a wrong 
 from __future__ import annotations
 
 import json
-import shutil
 import time
 import uuid
 from collections.abc import Iterable
@@ -23,10 +22,10 @@ from megatron_kd.cache.mass import check_mass
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
 from megatron_kd.cache.schema import temperature_name
+from megatron_kd.cache.storage import Storage
 from megatron_kd.cache.store import Cache, committed_shards, open_cache, reported
 from megatron_kd.cache.values import delta_encode, to_patterns
 from megatron_kd.errors import CacheError
-from megatron_kd.files import create_only, fsync_directory
 
 _MASS_STRIDE = 64  # adding up every position would cost as much as compressing it; `verify` does
 
@@ -49,33 +48,45 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
     cache = open_cache(path)
     shard_index = int(shard_index)  # numpy integers are not JSON
     samples = cache.manifest.shard_samples(shard_index)
-    record_path = cache.commit_path(shard_index)
-    if record_path.exists():
-        return False
-    attempt = cache.shards_folder / f"{shard_index:06d}-{uuid.uuid4().hex}"
+    storage, commit = cache.storage, cache.commit_name(shard_index)
+    name = f"shards/{shard_index:06d}-{uuid.uuid4().hex}"
+    staged: Path | None = None
     try:
-        with reported(attempt, "writing shard"):
-            record = _write_attempt(cache, attempt, shard_index, samples, rows)
-            committed = create_only(record_path, record.to_json())
+        with reported(storage.where(name), "writing shard"):
+            if storage.exists(commit):
+                return False
+            staged = storage.staging(name)
+            record = _write_attempt(cache, staged, name, shard_index, samples, rows)
+            storage.publish(staged, name)
+            committed = storage.create(commit, record.to_json().encode())
     except BaseException:
-        # A record may have been linked although its directory could not be synced: then the attempt is in use.
-        if not record_path.exists():
-            shutil.rmtree(attempt, ignore_errors=True)
+        # A record may have been published although an error followed, or its answer was lost: then it is in use.
+        if staged is not None and not _may_be_committed(storage, commit):
+            storage.discard(staged, name)
         raise
     # Over NFS a link that succeeded can be reported as existing (its answer was lost): the record has the truth.
-    if not committed and read_commit(cache, shard_index).attempt != attempt.name:
-        shutil.rmtree(attempt, ignore_errors=True)
+    if not committed and read_commit(cache, shard_index).attempt != record.attempt:
+        storage.discard(staged, name)
         return False
+    storage.published(staged)
     return True
 
 
-def _write_attempt(cache: Cache, attempt: Path, shard_index: int, samples: range, rows: Iterable[Row]) -> CommitRecord:
-    """Fills the attempt directory, all of it synced, and returns the record that would commit it."""
-    attempt.mkdir()
+def _may_be_committed(storage: Storage, commit: str) -> bool:
+    try:
+        return storage.exists(commit)
+    except (OSError, CacheError):
+        return True  # nobody knows: an orphan does less harm than a record without files
+
+
+def _write_attempt(
+    cache: Cache, folder: Path, name: str, shard_index: int, samples: range, rows: Iterable[Row]
+) -> CommitRecord:
+    """Fills the folder of attempt ``name``, every file synced, and returns the record that would commit it."""
     with ExitStack() as stack:
         arrays = {}
         for spec in cache.manifest.arrays.values():
-            arrays[spec.name] = ArrayWriter(attempt / spec.name, spec)
+            arrays[spec.name] = ArrayWriter(folder / spec.name, spec)
             stack.callback(arrays[spec.name].abort)
         filler = _ShardFiller(cache, arrays)
         for row in rows:
@@ -95,15 +106,11 @@ def _write_attempt(cache: Cache, attempt: Path, shard_index: int, samples: range
         for writer in arrays.values():
             objects |= writer.close()
     group = {"zarr_format": 3, "node_type": "group", "attributes": group_attributes(cache, shard_index)}
-    objects["zarr.json"] = write_object(attempt / "zarr.json", json.dumps(group, indent=2).encode())
-    for name in arrays:
-        fsync_directory(attempt / name)
-    fsync_directory(attempt)
-    fsync_directory(cache.shards_folder)
+    objects["zarr.json"] = write_object(folder / "zarr.json", json.dumps(group, indent=2).encode())
     return CommitRecord(
         cache_id=cache.manifest.cache_id,
         shard_index=shard_index,
-        attempt=attempt.name,
+        attempt=name.rpartition("/")[2],
         rows=len(samples),
         tokens=filler.tokens,
         objects=objects,
@@ -174,33 +181,41 @@ class _ShardFiller:
             self._arrays[name].append(array)
 
 
-def orphans(path: Path | str | Cache) -> list[Path]:
-    """Attempt directories that no commit record names, and temporary files: of crashed, beaten or running writers."""
+def orphans(path: Path | str | Cache) -> list[str]:
+    """Attempts that no commit record names, and temporary files: of crashed, beaten or running writers.
+
+    Returns:
+        Names relative to the cache.
+    """
     cache = open_cache(path)
+    storage = cache.storage
     # Attempts first: one that is committed after this listing is then found in the records, not taken for garbage.
-    attempts = sorted(cache.shards_folder.iterdir())
+    attempts = storage.below("shards").names()
     used = {read_commit(cache, shard).attempt for shard in committed_shards(cache)}
-    temporary = [file for folder in (cache.path, cache.commits_folder) for file in sorted(folder.glob(".*.tmp"))]
-    return [attempt for attempt in attempts if attempt.name not in used] + temporary
+    temporary = [
+        name
+        for folder in ("", "commits/")
+        for name in (f"{folder}{file}" for file in storage.below(folder.rstrip("/")).names())
+        if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp")
+    ]
+    return [f"shards/{attempt}" for attempt in attempts if attempt not in used] + temporary
 
 
-def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[Path]:
+def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[str]:
     """Removes orphans in which nothing was written for ``idle_s`` seconds, so that running writers keep theirs.
 
     Returns:
-        What was removed.
+        What was removed, by names relative to the cache.
     """
     cache = open_cache(path)
     removed = []
     for orphan in orphans(cache):
         try:
-            newest = max(file.stat().st_mtime for file in [orphan, *orphan.rglob("*")])
-            if time.time() - newest < idle_s:
+            written = cache.storage.last_written(orphan)
+            if written is None or time.time() - written < idle_s:
                 continue
-            if orphan.is_dir():
-                shutil.rmtree(orphan)
-            else:
-                orphan.unlink()
+            with reported(cache.storage.where(orphan), "removing"):
+                cache.storage.remove(orphan)
         except FileNotFoundError:
             continue  # its writer, or another clean-up, took it away meanwhile
         removed.append(orphan)

@@ -19,7 +19,7 @@ from megatron_kd.console import is_first_rank, print_figures, quiet_libraries
 
 @cache_app.command("inspect")
 def cache_inspect(
-    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    path: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder or URL: teacher.cache of a recipe.")],
     rows: Annotated[int, typer.Option(min=0, help="Also show so many rows in words, spread over the cache.")] = 0,
     tokenizer: Annotated[
         Path | None, typer.Option(help="Spell ids out with this tokenizer: its folder or GGUF file.")
@@ -52,7 +52,7 @@ def cache_inspect(
 
 @cache_app.command("verify")
 def cache_verify(
-    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    path: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder or URL: teacher.cache of a recipe.")],
     level: Annotated[str, typer.Option(help="inventory, structure, crc or deep.")] = "crc",
     workers: Annotated[
         int | None, typer.Option(min=1, help="Processes; by default as many as there are cores and work for them.")
@@ -80,7 +80,7 @@ def cache_verify(
 
 @cache_app.command("clean")
 def cache_clean(
-    path: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder: teacher.cache of a recipe.")],
+    path: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder or URL: teacher.cache of a recipe.")],
     idle_hours: Annotated[
         float, typer.Option(min=0, help="Keep what was written to in so many hours: a capture may be at work on it.")
     ] = 24.0,
@@ -102,7 +102,7 @@ def cache_import(
     format_: Annotated[str, typer.Argument(metavar="FORMAT", help="megatron-lm or distillkit.")],
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="The folder that the other system wrote.")],
     samples: Annotated[Path, typer.Option(help="The samples that were scored: data.samples of a recipe.")],
-    cache: Annotated[Path, typer.Option(help="The cache to fill: teacher.cache of a recipe.")],
+    cache: Annotated[str, typer.Option(help="The cache to fill: teacher.cache of a recipe.")],
     teacher: Annotated[str, typer.Option(help="The teacher's name, for the record.")] = "unknown",
     vocab_size: Annotated[int | None, typer.Option(help="Of the teacher; by default that of the samples.")] = None,
     rows_per_shard: Annotated[int | None, typer.Option(help="By default about two million tokens a shard.")] = None,
@@ -183,8 +183,8 @@ def cache_fidelity(
 
 @cache_app.command("drift")
 def cache_drift(
-    first: Annotated[Path, typer.Argument(metavar="CACHE", help="A cache folder.")],
-    second: Annotated[Path, typer.Argument(metavar="CACHE", help="Another one, captured from the same samples.")],
+    first: Annotated[str, typer.Argument(metavar="CACHE", help="A cache folder or URL.")],
+    second: Annotated[str, typer.Argument(metavar="CACHE", help="Another one, captured from the same samples.")],
     rows: Annotated[int | None, typer.Option(min=1, help="Rows to compare, spread evenly; by default all.")] = None,
     json_: Json = False,
 ) -> None:

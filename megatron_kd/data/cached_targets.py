@@ -31,10 +31,7 @@ from megatron_kd.targets import TopKTargets
 
 logger = logging.getLogger(__name__)
 
-_REPAIR = (
-    "`megatron-kd cache verify {0}` lists all damage; remove the damaged shards' records from {0}/commits and run "
-    "`megatron-kd capture` again, it writes those shards anew"
-)
+_REPAIR = "`megatron-kd cache verify {0}` lists all damage, `megatron-kd capture --repair` captures it again"
 
 
 class CachedTargets:
@@ -96,8 +93,8 @@ class CachedTargets:
 
     def _check_files(self) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
-        path = self._cache.path
-        damaged = verify(path, "inventory").problems
+        path = self._cache.location
+        damaged = verify(self._cache, "inventory").problems
         if damaged:
             raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {_REPAIR.format(path)}")
 
@@ -105,7 +102,7 @@ class CachedTargets:
         ours, theirs = self._samples.tokenizer_identity, self._cache.manifest.tokenizer
         if ours.get("sha256") != theirs.get("sha256"):
             raise CacheError(
-                f"{self._cache.path} was captured with another tokenizer ({theirs.get('name')}, "
+                f"{self._cache.location} was captured with another tokenizer ({theirs.get('name')}, "
                 f"{theirs.get('vocab_size')} tokens) than the samples {self._samples.path} ({ours.get('name')}, "
                 f"{ours.get('vocab_size')} tokens): capture these samples into another teacher.cache"
             )
@@ -122,7 +119,9 @@ class CachedTargets:
         if sample is not None:
             # Reading it says what is wrong; a row that cannot be read at all is refused as well.
             self._read(sample, range(1))
-            raise CacheError(f"sample {sample} of {self._samples.path} is not what {self._cache.path} was made from")
+            raise CacheError(
+                f"sample {sample} of {self._samples.path} is not what {self._cache.location} was made from"
+            )
 
     def targets(self, sample_ids: Sequence[int], context: ContextSlice = WHOLE) -> TopKTargets:
         """The targets of some rows, sequence first: ids [s·b, K], in memory that ``host_buffer`` gives.
@@ -159,7 +158,7 @@ class CachedTargets:
             why = str(self._in_detail(row, run, sample) or error)
             if row != sample:
                 why = f"the targets of sample {sample} of {self._samples.path} cannot be read: {why}"
-            raise CacheError(f"{why}; {_REPAIR.format(self._cache.path)}") from error
+            raise CacheError(f"{why}; {_REPAIR.format(self._cache.location)}") from error
 
     def _in_detail(self, row: int, run: range, sample: int) -> CacheError | None:
         """Why a row was refused, once more: given the sample's tokens, the reader names the first that differs."""

@@ -36,7 +36,7 @@ def rows_by_hash(cache: Cache, samples: SampleSet) -> NDArray[np.int64]:
     missing = np.flatnonzero(found < 0).tolist()
     if missing:
         raise CacheError(
-            f"{cache.path} holds targets of other tokens than the samples {samples.path}: {len(missing)} of "
+            f"{cache.location} holds targets of other tokens than the samples {samples.path}: {len(missing)} of "
             f"{len(samples)} rows are not among the {cache.manifest.rows} there (samples {ranges(missing)}): capture "
             "these samples into another teacher.cache, or set data.samples to those it was made from"
         )

@@ -118,7 +118,7 @@ class _Capture:
         self._samples, self._teacher, self._groups, self._cache, self._shards = samples, teacher, groups, cache, shards
         self._micro_batch_size = recipe.teacher.capture.micro_batch_size
         self._dtype = row_dtype(recipe.teacher.capture.value_dtype)
-        self._writing = f"writing to {cache.path}"
+        self._writing = f"writing to {cache.location}"
         self._taken: set[int] = set()
         self._scored = 0
         self._started = time.monotonic()
@@ -126,16 +126,16 @@ class _Capture:
 
     def run(self, show_progress: bool) -> CaptureReport:
         """All rounds, then what they came to. Collective over all ranks."""
-        left, _ = first_rank_tells(f"checking {self._cache.path}", self._next_round)
+        left, _ = first_rank_tells(f"checking {self._cache.location}", self._next_round)
         stopped = False
         self._started = time.monotonic()
         with (
             StopOnSignal("ending after this micro batch") as stop,
             ShardWriter(self._cache, max(WAITING_ROWS, self._micro_batch_size)) as writer,
-            progress(f"capture → {self._cache.path}", left, unit="rows", enabled=show_progress) as advance,
+            progress(f"capture → {self._cache.location}", left, unit="rows", enabled=show_progress) as advance,
         ):
             while not stopped:
-                still_left, shards = first_rank_tells(f"checking {self._cache.path}", self._next_round)
+                still_left, shards = first_rank_tells(f"checking {self._cache.location}", self._next_round)
                 if still_left < left:
                     advance(left - still_left)  # another job did those
                 if not shards:
@@ -147,7 +147,7 @@ class _Capture:
         rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in writer.committed)
         (rows,) = sum_over_ranks([rows])
         seconds = time.monotonic() - self._started
-        return first_rank_tells(f"checking {self._cache.path}", lambda: self._report(rows, seconds, stopped))
+        return first_rank_tells(f"checking {self._cache.location}", lambda: self._report(rows, seconds, stopped))
 
     def _next_round(self) -> tuple[int, list[int]]:
         """How many rows are left that nobody has done, and the shards that this job's ranks take next."""
@@ -207,7 +207,7 @@ class _Capture:
         missing = missing_shards(cache)
         mine = [shard for shard in missing if shard in self._shards]
         if mine and not stopped:
-            raise CacheError(f"{cache.path} still lacks shards {ranges(mine)}: run megatron-kd capture again")
+            raise CacheError(f"{cache.location} still lacks shards {ranges(mine)}: run megatron-kd capture again")
         records = [read_commit(cache, shard) for shard in committed_shards(cache)]
         stored = sum(record.stored_bytes + len(record.to_json()) for record in records)
         return CaptureReport(

@@ -153,13 +153,14 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
             discard_shard(cache, shard)
         return damaged
 
-    return first_rank_tells(f"checking {cache.path}", look)
+    return first_rank_tells(f"checking {cache.location}", look)
 
 
 def _damage(cache: Cache, damaged: list[int]) -> str:
     samples = ranges(sample for shard in damaged for sample in cache.manifest.shard_samples(shard))
     what = f"shards {ranges(damaged)}" if len(damaged) > 1 else f"shard {damaged[0]}"
     return (
-        f"{cache.path}: {what} (samples {samples}) {'are' if len(damaged) > 1 else 'is'} damaged; `megatron-kd cache "
-        f"verify {cache.path}` says how. Run the capture again with --repair, which captures damaged shards anew"
+        f"{cache.location}: {what} (samples {samples}) {'are' if len(damaged) > 1 else 'is'} damaged; `megatron-kd "
+        f"cache verify {cache.location}` says how. Run the capture again with --repair, which captures damaged shards "
+        "anew"
     )

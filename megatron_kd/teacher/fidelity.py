@@ -16,7 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
-from megatron_kd.cache.store import open_cache
+from megatron_kd.cache.store import cache_exists, open_cache
 from megatron_kd.cache.values import ROUNDING
 from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
@@ -99,7 +99,7 @@ def measure_fidelity(
         value_dtype=recipe.teacher.capture.value_dtype,
         top_k=recipe.teacher.top_k,
         sums=job.sums,
-        cache=None if cached is None else CacheFidelity.of(Path(str(recipe.teacher.cache)), by_sample, job.tolerance),
+        cache=None if cached is None else CacheFidelity.of(str(recipe.teacher.cache), by_sample, job.tolerance),
     )
 
 
@@ -225,7 +225,7 @@ def rows_of(targets: TopKTargets, part: slice) -> TopKTargets:
 
 def _open_cache(recipe: Recipe, samples: SampleSet, teacher: MegatronTeacher) -> CachedTargets | None:
     """The recipe's cache, shown to be of these samples and this teacher; None where none was captured yet."""
-    if recipe.teacher.cache is None or not (Path(recipe.teacher.cache) / "cache.json").exists():
+    if recipe.teacher.cache is None or not cache_exists(recipe.teacher.cache):
         return None
     manifest = open_cache(recipe.teacher.cache).manifest
     temperature = recipe.teacher.temperatures[0]

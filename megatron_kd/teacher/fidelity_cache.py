@@ -110,7 +110,7 @@ class CacheFidelity:
     rows: list[RowFidelity]
 
     @classmethod
-    def of(cls, path: Path, rows: list[RowFidelity], tolerance: float) -> CacheFidelity:
+    def of(cls, path: Path | str, rows: list[RowFidelity], tolerance: float) -> CacheFidelity:
         """Raises CacheError where a commit record is damaged."""
         seen = inspect(path, sample_rows=0)
         return cls(str(path), seen["top_k"], seen["value_dtype"], seen["bytes_per_token"], tolerance, rows)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_kd.cache.store import cache_exists
 from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.samples import SampleSet, open_samples
@@ -67,7 +68,7 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
         rows = train_rows(samples, recipe.data.train_tokens)
         cached = None if online else _open_cache(recipe, samples)
         evaluation_cached = cached
-        if online and recipe.teacher.cache is not None and (Path(recipe.teacher.cache) / "cache.json").exists():
+        if online and recipe.teacher.cache is not None and cache_exists(recipe.teacher.cache):
             evaluation_cached = _open_cache(recipe, samples)
         if evaluation_cached is not None:
             # Every rank looks at its share of what the run may read; where one finds fault, all end here.

@@ -192,9 +192,13 @@ def test_swapped_rows_are_found_by_their_hashes(whole: tuple[Cache, list[Row]]) 
     assert verify(cache, "crc").ok
     problems = verify(cache, "deep").problems
     assert [problem.split(" in ")[0] for problem in problems] == ["sample 0", "sample 2"]
-    # One directory for two shards has the wrong attributes, whatever its record says.
+    # The directory of another shard is refused by its name, and under a name of this one by its attributes.
     _recommit(cache, 1, attempt=record.attempt, objects=record.objects)
-    assert any("name one directory" in problem for problem in verify(cache, "inventory").problems)
+    assert any("does not have the fields of shard 1" in problem for problem in verify(cache, "inventory").problems)
+    moved = "000001" + record.attempt[6:]
+    shutil.copytree(cache.shards_folder / record.attempt, cache.shards_folder / moved)
+    text = cache.commit_path(1).read_text().replace(record.attempt, moved)
+    cache.commit_path(1).write_text(text)
     assert any("has other attributes" in problem for problem in verify(cache, "structure").problems)
 
 

@@ -102,7 +102,7 @@ def import_cache(
         )
     if vocab_size < samples.vocab_size:
         raise CacheError(f"--vocab-size {vocab_size} is less than the {samples.vocab_size} tokens of {samples.path}")
-    cache = _create(source, samples, Path(path), vocab_size, teacher, rows_per_shard)
+    cache = _create(source, samples, path, vocab_size, teacher, rows_per_shard)
     todo = missing_shards(cache)
     rows = sum(len(cache.manifest.shard_samples(shard)) for shard in todo)
     report = ImportReport(
@@ -126,7 +126,7 @@ def import_cache(
 
 
 def _create(
-    source: Source, samples: Samples, path: Path, vocab_size: int, teacher: str, rows_per_shard: int | None
+    source: Source, samples: Samples, path: Path | str, vocab_size: int, teacher: str, rows_per_shard: int | None
 ) -> Cache:
     first = source.read(0)
     # Candidates number ids better than tokens do; those of the first row are the same in every run.

@@ -1,0 +1,268 @@
+"""Where the files of a cache lie: a local disk, or an object store named by a URL. Both by one small interface.
+
+Names are relative to the storage and have ``/`` between their parts. What the system or the store refuses is an
+``OSError``; a file that is not there is ``FileNotFoundError`` in both.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import stat
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_kd.errors import CacheError
+from megatron_kd.files import create_only, fsync_directory
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A file of a storage: its name, its size in bytes, when it was written (seconds since 1970)."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class StoredFile(ABC):
+    """A file open for reading. Safe in threads."""
+
+    where: str
+    size: int
+    close: Callable[[], object]
+
+    @abstractmethod
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes [begin, end) of each extent, none of them empty. Raises CacheError where the file ends before."""
+
+
+class Storage(ABC):
+    """A folder of files. ``location`` is how the user names it: a path or a URL."""
+
+    location: str
+
+    def where(self, name: str) -> str:
+        """The full name of a file or folder, for messages."""
+        return f"{self.location}/{name}" if name else self.location
+
+    @abstractmethod
+    def below(self, name: str) -> Storage:
+        """The folder ``name`` as a storage of its own."""
+
+    @abstractmethod
+    def exists(self, name: str) -> bool:
+        """Whether a file of this name is there."""
+
+    @abstractmethod
+    def read(self, name: str, limit: int) -> bytes:
+        """A whole file. Raises CacheError for one of more than ``limit`` bytes, before it is read."""
+
+    @abstractmethod
+    def open(self, name: str) -> StoredFile:
+        """A file to read parts of."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of the files and folders directly in it, sorted."""
+
+    @abstractmethod
+    def files(self) -> list[StoredObject]:
+        """All files in it and in the folders below, sorted by name."""
+
+    @abstractmethod
+    def total_bytes(self, name: str) -> int:
+        """The size of a file, or of all files in a folder; 0 where nothing is there."""
+
+    @abstractmethod
+    def last_written(self, name: str) -> float | None:
+        """When a file, or anything in a folder, was written last: seconds since 1970; None where nothing is there."""
+
+    @abstractmethod
+    def create(self, name: str, data: bytes) -> bool:
+        """Publishes a file unless one of that name exists; exactly one of many racing callers gets True."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Removes a file, or a folder with all that is in it. No error where it is gone already."""
+
+    @abstractmethod
+    def prepare(self, *folders: str) -> None:
+        """Makes the storage and folders in it."""
+
+    @abstractmethod
+    def staging(self, name: str) -> Path:
+        """A new local folder to write the files of the folder ``name`` to, for ``publish`` or ``discard``."""
+
+    @abstractmethod
+    def publish(self, staged: Path, name: str) -> None:
+        """Makes the files of a staged folder durable as folder ``name``. They were synced one by one."""
+
+    @abstractmethod
+    def discard(self, staged: Path, name: str) -> None:
+        """Removes a staged folder and what was published of it, as far as possible."""
+
+    @abstractmethod
+    def published(self, staged: Path) -> None:
+        """Removes what staging no longer needs, once its folder is committed."""
+
+    def together[T](self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        """Does calls that each read from the storage; at the same time, where each costs a round trip."""
+        return [call() for call in calls]
+
+
+def is_url(location: Path | str) -> bool:
+    """Whether a location names an object store; everything else is a path."""
+    return isinstance(location, str) and _URL.match(location) is not None
+
+
+def open_storage(location: Path | str | Storage) -> Storage:
+    """The storage at a path or URL; nothing is looked at yet.
+
+    Raises:
+        CacheError: for a URL, where the package for object stores is missing or the URL is of an unknown kind.
+    """
+    if isinstance(location, Storage):
+        return location
+    if is_url(location):
+        from megatron_kd.cache.storage_objects import ObjectStorage
+
+        return ObjectStorage(str(location))
+    return LocalStorage(Path(location))
+
+
+class LocalStorage(Storage):
+    """A folder of a local or network file system. Links in it are followed; only regular files are read."""
+
+    def __init__(self, path: Path) -> None:
+        """``path`` need not exist."""
+        self.path = path
+        self.location = str(path)
+
+    def where(self, name: str) -> str:
+        return str(self.path / name)
+
+    def below(self, name: str) -> LocalStorage:
+        return LocalStorage(self.path / name)
+
+    def exists(self, name: str) -> bool:
+        return (self.path / name).exists()
+
+    def read(self, name: str, limit: int) -> bytes:
+        descriptor, size = _open(self.path / name)
+        with os.fdopen(descriptor, "rb") as file:
+            check_limit(self.where(name), size, limit)
+            return file.read(limit)
+
+    def open(self, name: str) -> StoredFile:
+        return _LocalFile(self.path / name)
+
+    def names(self) -> list[str]:
+        return sorted(os.listdir(self.path))
+
+    def files(self) -> list[StoredObject]:
+        found = []
+        for folder, _, names in os.walk(self.path, onerror=_raise):
+            for name in names:
+                path = Path(folder, name)
+                status = path.stat()
+                found.append(StoredObject(path.relative_to(self.path).as_posix(), status.st_size, status.st_mtime))
+        return sorted(found, key=lambda file: file.name)
+
+    def total_bytes(self, name: str) -> int:
+        path, total = self.path / name, 0
+        for entry in (path, *path.rglob("*")):
+            with suppress(FileNotFoundError):
+                status = entry.lstat()
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+        return total
+
+    def last_written(self, name: str) -> float | None:
+        path = self.path / name
+        try:
+            return max(entry.lstat().st_mtime for entry in (path, *path.rglob("*")))
+        except FileNotFoundError:
+            return None
+
+    def create(self, name: str, data: bytes) -> bool:
+        return create_only(self.path / name, data)
+
+    def remove(self, name: str) -> None:
+        path = self.path / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+        fsync_directory(path.parent)
+
+    def prepare(self, *folders: str) -> None:
+        for folder in ("", *folders):
+            (self.path / folder).mkdir(parents=True, exist_ok=True)
+        fsync_directory(self.path.parent)  # the other names are synced with the files that are published in them
+
+    def staging(self, name: str) -> Path:
+        path = self.path / name
+        path.mkdir()
+        return path
+
+    def publish(self, staged: Path, name: str) -> None:
+        for folder in sorted(path for path in staged.iterdir() if path.is_dir()):
+            fsync_directory(folder)
+        fsync_directory(staged)
+        fsync_directory(staged.parent)
+
+    def discard(self, staged: Path, name: str) -> None:
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def published(self, staged: Path) -> None:
+        pass  # it was written where it stays
+
+
+class _LocalFile(StoredFile):
+    """Positional reads share no state, so forked processes may go on with an open one."""
+
+    def __init__(self, path: Path) -> None:
+        self.where = str(path)
+        self._descriptor, self.size = _open(path)
+        self.close = weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[bytes]:
+        return [self._pread(end - begin, begin) for begin, end in extents]
+
+    def _pread(self, size: int, offset: int) -> bytes:
+        parts = []
+        while size:
+            part = os.pread(self._descriptor, size, offset)
+            if not part:
+                raise CacheError(f"{self.where} is truncated: {size} bytes from offset {offset} on are missing")
+            parts.append(part)
+            size -= len(part)
+            offset += len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def check_limit(where: str, size: int, limit: int) -> None:
+    """Raises CacheError for a file that is larger than any of its kind."""
+    if size > limit:
+        raise CacheError(f"{where} has {size} bytes, more than the {limit} that such a file may have")
+
+
+def _open(path: Path) -> tuple[int, int]:
+    """A descriptor and the size of a regular file; a pipe or a device could block, or never end."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        raise CacheError(f"{path} is not a file")
+    return descriptor, status.st_size
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,231 @@
+"""Object stores (S3, Google Cloud Storage, Azure) by the library obstore.
+
+The library works in threads of its own, which a fork does not copy: a process that was forked from one that used it
+would wait for them for ever. Here it gets an error instead.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from copy import copy
+from pathlib import Path
+from typing import Any
+
+from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit
+from megatron_kd.errors import CacheError
+
+_PARALLEL = 16
+_COALESCE = 256 * 1024  # bytes of a gap that are sooner read than skipped: a round trip is worth more
+
+_lock = threading.Lock()
+_used_by: int | None = None  # the process in which the library runs
+_pool: ThreadPoolExecutor | None = None
+
+
+def _renew_lock() -> None:
+    global _lock
+    _lock = threading.Lock()  # one that was held at the fork would never be released
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _library(url: str) -> Any:
+    """The module obstore. Raises CacheError where it is not installed, or cannot work after a fork."""
+    global _used_by, _pool
+    try:
+        import obstore
+    except ImportError as error:
+        raise CacheError(
+            f"{url} is an object store, which needs one more package: pip install 'megatron-kd[object-store]'"
+        ) from error
+    with _lock:
+        if _used_by is None:
+            _used_by, _pool = os.getpid(), ThreadPoolExecutor(_PARALLEL, thread_name_prefix="object-store")
+    if _used_by != os.getpid():
+        raise CacheError(
+            f"{url} cannot be used in a process that was forked from one that had used an object store: start "
+            "processes by spawn or forkserver, or fork before the first use"
+        )
+    return obstore
+
+
+class ObjectStorage(Storage):
+    """All objects whose names begin with the path of a URL, such as ``s3://bucket/path``.
+
+    Endpoint, region and credentials come from the environment, as obstore reads it. May be pickled: the other process
+    opens it again.
+    """
+
+    def __init__(self, url: str) -> None:
+        """Connects to nothing yet. Raises CacheError without the package, or for a URL that it does not know."""
+        self.location = url.rstrip("/")
+        self._prefix = ""
+        library = _library(url)
+        from obstore.store import from_url
+
+        try:
+            self._store = from_url(self.location)
+        except (library.exceptions.BaseError, ValueError) as error:
+            raise CacheError(f"{self.location} cannot be opened: {_first_line(error)}") from error
+
+    def __reduce__(self) -> tuple[Callable[[str], ObjectStorage], tuple[str]]:
+        return ObjectStorage, (self.location,)
+
+    def __copy__(self) -> ObjectStorage:
+        other = object.__new__(ObjectStorage)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    @contextmanager
+    def _translated(self, library: Any, name: str) -> Iterator[None]:
+        """Errors of the library as OSError, which say which object it was. Retries were the library's."""
+        where = self.where(name)
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
+        except (library.exceptions.PermissionDeniedError, library.exceptions.UnauthenticatedError) as error:
+            raise PermissionError(errno.EACCES, _first_line(error), where) from error
+        except library.exceptions.BaseError as error:
+            raise OSError(errno.EIO, _first_line(error), where) from error
+
+    def _full(self, name: str) -> str:
+        return "/".join(part for part in (self._prefix, name) if part)
+
+    def _relative(self, path: str) -> str:
+        return path[len(self._prefix) + 1 :] if self._prefix else path
+
+    def below(self, name: str) -> ObjectStorage:
+        folder = copy(self)  # of the same connections
+        folder.location, folder._prefix = self.where(name), self._full(name)
+        return folder
+
+    def exists(self, name: str) -> bool:
+        try:
+            self._head(name)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def _head(self, name: str) -> int:
+        library, store = _library(self.location), self._store
+        with self._translated(library, name):
+            return int(library.head(store, self._full(name))["size"])
+
+    def read(self, name: str, limit: int) -> bytes:
+        library, store = _library(self.location), self._store
+        with self._translated(library, name):
+            found = library.get(store, self._full(name))
+            check_limit(self.where(name), found.meta["size"], limit)
+            return bytes(found.bytes())
+
+    def open(self, name: str) -> StoredFile:
+        return _ObjectFile(self, name, self._head(name))
+
+    def ranges(self, name: str, extents: Sequence[tuple[int, int]]) -> list[bytes]:
+        """The bytes [begin, end) of each extent, neighbours by one request."""
+        library, store = _library(self.location), self._store
+        with self._translated(library, name):
+            parts = library.get_ranges(
+                store,
+                self._full(name),
+                starts=[begin for begin, _ in extents],
+                ends=[end for _, end in extents],
+                coalesce=_COALESCE,
+            )
+        found = [bytes(part) for part in parts]
+        for part, (begin, end) in zip(found, extents, strict=True):
+            if len(part) != end - begin:
+                raise CacheError(f"{self.where(name)} is truncated: it has no bytes up to {end}")
+        return found
+
+    def names(self) -> list[str]:
+        library, store = _library(self.location), self._store
+        with self._translated(library, ""):
+            found = library.list_with_delimiter(store, self._prefix or None)
+        paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        return sorted(map(self._relative, paths))
+
+    def files(self) -> list[StoredObject]:
+        library, store = _library(self.location), self._store
+        with self._translated(library, ""):
+            found = [
+                StoredObject(self._relative(entry["path"]), entry["size"], entry["last_modified"].timestamp())
+                for part in library.list(store, prefix=self._prefix or None)
+                for entry in part
+            ]
+        return sorted(found, key=lambda file: file.name)
+
+    def total_bytes(self, name: str) -> int:
+        return sum(file.size for file in self.below(name).files())
+
+    def last_written(self, name: str) -> float | None:
+        return max((file.modified for file in self.below(name).files()), default=None)
+
+    def create(self, name: str, data: bytes) -> bool:
+        library, store = _library(self.location), self._store
+        with self._translated(library, name):
+            try:
+                library.put(store, self._full(name), data, mode="create", use_multipart=False)
+            except library.exceptions.AlreadyExistsError:
+                # A put that succeeded and whose answer was lost is tried again, and then finds its own object.
+                return bool(bytes(library.get(store, self._full(name)).bytes()) == data)
+        return True
+
+    def remove(self, name: str) -> None:
+        library, store = _library(self.location), self._store
+        with self._translated(library, name):
+            # A prefix is one of whole parts: neither "ab" nor "a.json" lies within "a".
+            within = [entry["path"] for part in library.list(store, prefix=self._full(name)) for entry in part]
+            library.delete(store, sorted({self._full(name), *within}))
+
+    def prepare(self, *folders: str) -> None:
+        pass  # folders are parts of names
+
+    def staging(self, name: str) -> Path:
+        return Path(tempfile.mkdtemp(prefix=f"megatron-kd-{Path(name).name}-"))
+
+    def publish(self, staged: Path, name: str) -> None:
+        library, store = _library(self.location), self._store
+        for path in sorted(path for path in staged.rglob("*") if path.is_file()):
+            target = f"{name}/{path.relative_to(staged).as_posix()}"
+            with self._translated(library, target):
+                library.put(store, self._full(target), path)
+
+    def discard(self, staged: Path, name: str) -> None:
+        shutil.rmtree(staged, ignore_errors=True)
+        try:
+            self.remove(name)
+        except (OSError, CacheError):
+            return  # the store may be what failed; what is left there is an orphan
+
+    def published(self, staged: Path) -> None:
+        shutil.rmtree(staged, ignore_errors=True)
+
+    def together[T](self, calls: Sequence[Callable[[], T]]) -> list[T]:
+        _library(self.location)
+        assert _pool is not None
+        return list(_pool.map(lambda call: call(), calls))
+
+
+class _ObjectFile(StoredFile):
+    def __init__(self, storage: ObjectStorage, name: str, size: int) -> None:
+        self._storage, self._name = storage, name
+        self.where, self.size = storage.where(name), size
+        self.close = lambda: None
+
+    def read(self, extents: Sequence[tuple[int, int]]) -> list[bytes]:
+        return self._storage.ranges(self._name, extents)
+
+
+def _first_line(error: Exception) -> str:
+    """What the library says, without the document that the server sent and the library's inner state."""
+    return str(error).split("\n")[0].split(": <?xml")[0][:300]

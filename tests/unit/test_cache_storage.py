@@ -1,0 +1,228 @@
+"""One contract for both storages, and whole caches in an object store. The store is a real S3 server on loopback."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_kd.cache.clean import clean
+from megatron_kd.cache.commits import discard_shard, read_commit
+from megatron_kd.cache.inspect import inspect
+from megatron_kd.cache.reader import CacheReader
+from megatron_kd.cache.storage import LocalStorage, Storage, is_url, open_storage
+from megatron_kd.cache.storage_objects import ObjectStorage
+from megatron_kd.cache.store import Cache, cache_exists, create_cache, missing_shards
+from megatron_kd.cache.verify import verify
+from megatron_kd.cache.writer import orphans, remove_orphans, write_shard
+from megatron_kd.errors import CacheError
+from tests.unit.cache_object_server import BUCKET, object_server
+from tests.unit.cache_rows import assert_rows_equal, make_manifest, make_row, rank_table
+
+LENGTHS = (300, 1, 700, 20)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[dict[str, str]]:
+    before = dict(os.environ)
+    with object_server() as environment:
+        os.environ.update(environment)
+        yield environment
+        os.environ.clear()
+        os.environ.update(before)
+
+
+@pytest.fixture(params=["local", "object"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "local":
+        found = open_storage(tmp_path / "root")
+        assert isinstance(found, LocalStorage)
+    else:
+        request.getfixturevalue("server")
+        found = open_storage(f"s3://{BUCKET}/{uuid.uuid4().hex}/root/")
+        assert isinstance(found, ObjectStorage)
+    found.prepare("a")
+    return found
+
+
+def _fill(url: str) -> Cache:
+    cache = create_cache(url, make_manifest(4, 2), rank_table())
+    for shard in range(2):
+        assert write_shard(cache, shard, [make_row(s, LENGTHS[s]) for s in cache.manifest.shard_samples(shard)])
+    return cache
+
+
+def test_files(storage: Storage) -> None:
+    assert not storage.exists("a/x.bin")
+    with pytest.raises(FileNotFoundError):
+        storage.read("a/x.bin", 10)
+    with pytest.raises(FileNotFoundError):
+        storage.open("a/x.bin")
+    assert storage.create("a/x.bin", b"0123456789")
+    assert not storage.create("a/x.bin", b"another")
+    assert storage.exists("a/x.bin") and storage.read("a/x.bin", 10) == b"0123456789"
+    with pytest.raises(CacheError, match=r"a/x\.bin has 10 bytes, more than the 9"):
+        storage.read("a/x.bin", 9)
+    file = storage.open("a/x.bin")
+    assert file.size == 10 and file.where == storage.where("a/x.bin")
+    assert file.read([(8, 10), (0, 3)]) == [b"89", b"012"]
+    with pytest.raises((CacheError, OSError)):
+        file.read([(8, 11)])
+    file.close()
+    assert storage.below("a").read("x.bin", 10) == b"0123456789"
+    assert [(f.name, f.size) for f in storage.files()] == [("a/x.bin", 10)]
+    assert [f.name for f in storage.below("a").files()] == ["x.bin"]
+    assert abs(storage.files()[0].modified - time.time()) < 600
+    assert (storage.names(), storage.below("a").names()) == (["a"], ["x.bin"])
+    assert storage.together([lambda: storage.read("a/x.bin", 10), lambda: b""]) == [b"0123456789", b""]
+
+
+def test_folders(storage: Storage) -> None:
+    staged = storage.staging("a/attempt")
+    (staged / "inner").mkdir()
+    big = os.urandom(6 << 20)  # more than one part of an upload
+    (staged / "inner" / "big").write_bytes(big)
+    (staged / "small").write_bytes(b"s")
+    storage.publish(staged, "a/attempt")
+    storage.published(staged)
+    storage.create("a/attempt-2", b"neighbour")
+    assert [f.name for f in storage.below("a/attempt").files()] == ["inner/big", "small"]
+    assert storage.below("a/attempt").read("inner/big", len(big)) == big
+    assert storage.total_bytes("a/attempt") == len(big) + 1
+    written = storage.last_written("a/attempt")
+    assert written is not None and abs(written - time.time()) < 600
+    storage.remove("a/attempt")
+    storage.remove("a/attempt")
+    assert storage.last_written("a/attempt") is None and storage.total_bytes("a/attempt") == 0
+    assert storage.names() == ["a"] and storage.below("a").names() == ["attempt-2"]
+    storage.remove("a/attempt-2")
+    assert storage.files() == []
+
+
+def _create(i: int, location: str, barrier: Any, queue: Any) -> None:
+    storage = open_storage(location)
+    barrier.wait(60)
+    queue.put((i, storage.create("a/winner", f"by {i}".encode())))
+
+
+def test_one_of_racing_creators_wins(storage: Storage) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue, barrier = context.Queue(), context.Barrier(3)
+    racers = [context.Process(target=_create, args=(i, storage.location, barrier, queue)) for i in range(3)]
+    for racer in racers:
+        racer.start()
+    try:
+        results = dict(queue.get(timeout=90) for _ in racers)
+    finally:
+        for racer in racers:
+            racer.join(5)
+            racer.kill()
+    (winner,) = [i for i, won in results.items() if won]
+    assert storage.read("a/winner", 99) == f"by {winner}".encode()
+
+
+def test_only_regular_files_are_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "endless").symlink_to("/dev/zero")
+    for name in ("pipe", "endless"):
+        with pytest.raises(CacheError, match="is not a file"):
+            LocalStorage(tmp_path).read(name, 10)
+
+
+def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "precious").write_text("x")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    LocalStorage(tmp_path).remove("link")
+    assert (tmp_path / "elsewhere" / "precious").exists() and not (tmp_path / "link").is_symlink()
+
+
+def test_urls() -> None:
+    assert is_url("s3://a/b") and is_url("gs://a") and is_url("az://a/b/c")
+    assert not is_url("/a/b") and not is_url("s3:/a/b") and not is_url(Path("s3://a"))
+
+
+def test_a_whole_cache_in_an_object_store(server: dict[str, str]) -> None:
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/cache"
+    assert not cache_exists(url)
+    with pytest.raises(CacheError, match=r"is not a cache: it has no cache\.json"):
+        CacheReader(url)
+    cache = _fill(url)
+    assert cache_exists(url) and missing_shards(url) == [] and orphans(cache) == []
+    assert not write_shard(url, 0, iter(()))
+    with pytest.raises(CacheError, match="is in an object store"):
+        _ = cache.path
+    reader = pickle.loads(pickle.dumps(CacheReader(url, open_shards=1)))
+    for sample in (3, 0, 2, 1):
+        assert_rows_equal(reader.read(sample), make_row(sample, LENGTHS[sample]))
+    part = reader.read_slice(2, 500, 600)
+    assert part.ids.tobytes() == make_row(2, 700).ids[500:600].tobytes()
+    report = verify(url, "deep")
+    assert report.ok and report.rows_committed == 4, report.problems
+    seen = inspect(url)
+    assert seen["complete"] and seen["path"] == url and seen["bytes"] > report.bytes
+    discard_shard(cache, 1)
+    assert missing_shards(cache) == [1]
+    (left,) = orphans(cache)
+    assert remove_orphans(cache) == [] and [item.name for item in clean(url, dry_run=True).kept] == [left]
+    assert remove_orphans(cache, idle_s=-60) == [left] and orphans(cache) == []
+    with pytest.raises(CacheError, match=rf"sample 2 of {url} cannot be used: shard 1 .* never committed"):
+        CacheReader(url).read(2)
+    name = f"shards/{read_commit(cache, 0).attempt}/rank/c.0.0"
+    cache.storage.remove(name)
+    with pytest.raises(CacheError, match=rf"sample 0 of {url} .*rank"):
+        CacheReader(url).read(0)
+    assert any(name in problem for problem in verify(url, "inventory").problems)
+
+
+def _read_in_child(url: str, queue: Any) -> None:
+    try:
+        CacheReader(url).read(0)
+        queue.put("read")
+    except CacheError as error:
+        queue.put(str(error))
+
+
+def test_a_forked_child_gets_an_error_and_a_spawned_one_reads(server: dict[str, str]) -> None:
+    url = _fill(f"s3://{BUCKET}/{uuid.uuid4().hex}").location
+    for method, said in (("fork", "cannot be used in a process that was forked"), ("spawn", "read")):
+        context: Any = multiprocessing.get_context(method)
+        queue = context.Queue()
+        child = context.Process(target=_read_in_child, args=(url, queue))
+        child.start()
+        try:
+            assert said in queue.get(timeout=60)
+        finally:
+            child.kill()
+            child.join()
+
+
+def test_without_the_package_one_line_says_so() -> None:
+    code = (
+        "import sys; sys.modules['obstore'] = None\n"
+        "from megatron_kd.cache.reader import CacheReader\n"
+        "try: CacheReader('s3://a/b')\nexcept Exception as e: print(type(e).__name__, e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("CacheError s3://a/b is an object store")
+    assert "pip install 'megatron-kd[object-store]'" in done.stdout
+
+
+def test_a_local_cache_needs_no_package(tmp_path: Path) -> None:
+    code = (
+        "import json, sys\nfrom megatron_kd.cache.reader import CacheReader\n"
+        "CacheReader(sys.argv[1]).read(0)\nprint(json.dumps('obstore' in sys.modules))"
+    )
+    _fill(str(tmp_path / "c"))
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) is False
