@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import google_crc32c
@@ -88,9 +89,9 @@ class ArrayReader:
         cached = self._cached
         wanted = range(start // step, (stop - 1) // step + 1)
         missing = [chunk for chunk in wanted if cached is None or chunk != cached[0]]
-        payloads = self._fetch(missing)  # before memory is taken for what they decode to
+        extents = self._extents(missing)  # checked before memory is taken for what they decode to
         out = np.empty((stop - start, *self.spec.width), self.spec.dtype)
-        for chunk, payload in payloads:
+        for chunk, payload in self._fetch(missing, extents):
             low, high = chunk * step, (chunk + 1) * step
             if start <= low and high <= stop:
                 self._decode(chunk, payload, out[low - start : high - start])
@@ -107,18 +108,16 @@ class ArrayReader:
 
     def check_chunk(self, chunk: int) -> None:
         """Raises CacheError unless the chunk is there, inside the file, and passes its crc32c."""
-        ((_, payload),) = self._fetch([chunk])
+        ((_, payload),) = self._fetch([chunk], self._extents([chunk]))
         self._check_crc(chunk, payload)
 
     def extents(self) -> np.ndarray:
         """u64 [chunks, 2]: offset and size of every inner chunk, ``ABSENT`` twice for one never written."""
         return self._index[: self.chunks]
 
-    def _fetch(self, chunks: list[int]) -> list[tuple[int, np.ndarray]]:
-        """The stored bytes (u8) of ascending chunks, by one read where they lie one behind the other."""
+    def _extents(self, chunks: list[int]) -> list[tuple[int, int]]:
+        """Offset and size of ascending chunks. Raises CacheError unless all lie in the file, each in its own place."""
         extents: list[tuple[int, int]] = [tuple(entry) for entry in self._index[chunks].tolist()]
-        groups: list[tuple[int, int]] = []
-        group_of: list[int] = []
         for chunk, (offset, size) in zip(chunks, extents, strict=True):
             if offset == ABSENT:
                 raise CacheError(f"{self.path}: inner chunk {chunk} ({self._positions(chunk)}) was never written")
@@ -126,18 +125,26 @@ class ArrayReader:
                 raise CacheError(f"{self.path} is truncated: inner chunk {chunk} ({self._positions(chunk)}) is cut off")
             if size > self.spec.chunk_bytes + BLOSC_OVERHEAD + CRC_BYTES:
                 raise CacheError(f"{self.path}: inner chunk {chunk} ({self._positions(chunk)}) has an impossible size")
+        if sum(size for _, size in extents) > self.size:
+            raise CacheError(f"{self.path}: its inner chunks overlap, the shard index is damaged")
+        return extents
+
+    def _fetch(self, chunks: list[int], extents: list[tuple[int, int]]) -> Iterator[tuple[int, np.ndarray]]:
+        """The stored bytes (u8) of chunks, by one read where they lie one behind the other."""
+        if not chunks:
+            return
+        groups: list[tuple[int, int]] = []
+        group_of: list[int] = []
+        for offset, size in extents:
             if groups and groups[-1][1] == offset:
                 groups[-1] = (groups[-1][0], offset + size)
             else:
                 groups.append((offset, offset + size))
             group_of.append(len(groups) - 1)
-        if sum(end - begin for begin, end in groups) > self.size:
-            raise CacheError(f"{self.path}: its inner chunks overlap, the shard index is damaged")
-        parts = self._file.read(groups) if groups else []
-        return [
-            (chunk, np.frombuffer(parts[group], "u1", size, offset - groups[group][0]))
-            for chunk, (offset, size), group in zip(chunks, extents, group_of, strict=True)
-        ]
+        parts = [np.frombuffer(part, "u1") for part in self._file.read(groups)]
+        for chunk, (offset, size), group in zip(chunks, extents, group_of, strict=True):
+            begin = offset - groups[group][0]
+            yield chunk, parts[group][begin : begin + size]
 
     def _check_crc(self, chunk: int, payload: np.ndarray) -> None:
         if google_crc32c.value(payload[:-CRC_BYTES]) != int.from_bytes(payload[-CRC_BYTES:].tobytes(), "little"):

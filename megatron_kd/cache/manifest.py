@@ -79,8 +79,6 @@ class CacheManifest:
                 f"{self.rows} rows in shards of {self.rows_per_shard} make {self.shards} shards, at most {MAX_SHARDS} "
                 "are possible: raise rows_per_shard"
             )
-        if not is_hash(self.rank_table_hash):
-            raise CacheError(f"rank_table_hash must be 32 hexadecimal digits, not {str(self.rank_table_hash)[:80]!r}")
         for name in ("teacher", "tokenizer", "corpus", "library_versions"):
             if not isinstance(getattr(self, name), Mapping):
                 raise CacheError(f"{name} of a cache must be an object with names, not {getattr(self, name)!r}")
@@ -146,6 +144,8 @@ class CacheManifest:
             raise CacheError(f"{where} has other fields than a cache: {sorted(values.keys() ^ names)}")
         if not isinstance(values["temperatures"], list) or len(values["temperatures"]) > MAX_TEMPERATURES:
             raise CacheError(f"{where} has temperatures that are no list of at most {MAX_TEMPERATURES}")
+        if not is_hash(values["rank_table_hash"]):
+            raise CacheError(f"{where} has a rank_table_hash that is not 32 hexadecimal digits")
         if cache_id != _identity_hash(values):
             raise CacheError(f"{where} was changed after it was written: its cache_id does not fit its other fields")
         try:

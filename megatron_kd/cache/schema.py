@@ -153,7 +153,7 @@ def parse_array(metadata: Any, name: str) -> StoredArray:
         endian = configuration["codecs"][0].get("configuration", {}).get("endian", "little")
         keys = metadata["chunk_key_encoding"]
         separator = keys.get("configuration", {}).get("separator", "/")
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"zarr metadata of {name} is not that of a sharded array ({error!r})") from error
     for sizes in (shape, grid, inner):
         if not isinstance(sizes, list) or not all(type(size) is int and 0 < size < 2**63 for size in sizes):
