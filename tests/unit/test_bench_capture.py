@@ -184,7 +184,8 @@ def row(**changes: Any) -> dict[str, Any]:
     about = {
         "teacher": "some-model", "engine": "hf", "dtype": "fp32", "top_k": 100, "vocab": 49152, "rows": 5,
         "row_tokens": 2048, "micro_batch_size": 1, "shard_tokens": 16384, "rounds": 5, "ranks": 1,
-        "source": "runs/samples", "tensor_parallel": 1, "data_parallel": 1, "device": "cpu", "threads": 2, "clock": "process_cpu",
+        "source": "runs/samples", "tensor_parallel": 1, "data_parallel": 1, "device": "cpu",
+        "threads": 2, "clock": "process_cpu",
     }  # fmt: skip
     return {**about, **summarize([SLOW, FAST, EQUAL]), **changes}
 
