@@ -160,7 +160,7 @@ class LocalStorage(Storage):
         descriptor, size = _open(self.path / name)
         with os.fdopen(descriptor, "rb") as file:
             check_limit(self.where(name), size, limit)
-            return file.read(limit)
+            return file.read(size)  # memory is taken for what is asked for, so not for the limit
 
     def open(self, name: str) -> StoredFile:
         return _LocalFile(self.path / name)
