@@ -1,9 +1,9 @@
-"""Targets for ``bench cache`` where there are none: a teacher scores a little text into a temporary folder."""
+"""Samples, teacher and targets for benchmarks where there are none, made of a recipe's corpus in a temporary folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from megatron_kd.bench.cache_rows import COUNTED_POSITIONS
@@ -14,8 +14,11 @@ DEMO_RECIPE = Path("recipes/smollm2_cpu.yaml")
 ROW_LENGTH = 2048
 
 
-def find_demo_recipe() -> Path:
+def find_demo_recipe(instead: str = "a recipe, or an existing cache with --cache") -> Path:
     """The demo's recipe, here or in the repository that this package is run from.
+
+    Args:
+        instead: what can be given where there is none, for the message.
 
     Raises:
         ConfigError: in neither, as where the package alone is installed.
@@ -23,7 +26,7 @@ def find_demo_recipe() -> Path:
     for root in (Path(), Path(__file__).resolve().parents[2]):
         if (root / DEMO_RECIPE).is_file():
             return root / DEMO_RECIPE
-    raise ConfigError(f"there is no {DEMO_RECIPE} here: give a recipe, or an existing cache with --cache")
+    raise ConfigError(f"there is no {DEMO_RECIPE} here: give {instead}")
 
 
 def capture_rows(
@@ -55,9 +58,11 @@ def capture_rows(
         KDError: whatever the commands refuse.
     """
     rows = -(-tokens // row_length) + -(-COUNTED_POSITIONS // row_length)
-    recipe = _shortened(path, overrides, folder, rows, row_length, top_k)
-    corpus = recipe.data.corpus
-    if corpus is None:
+    changes: dict[str, object] = {"teacher.capture.value_dtype": "float16", "teacher.capture.rows_per_shard": 1}
+    if top_k is not None:
+        changes["teacher.top_k"] = top_k
+    recipe = shortened_recipe(path, overrides, folder, rows=rows, row_length=row_length, changes=changes)
+    if recipe.data.corpus is None:
         raise ConfigError(f"{path} names no corpus to capture from: set data.corpus, or give a cache with --cache")
     if recipe.world_size != 1:
         raise ConfigError(
@@ -68,18 +73,30 @@ def capture_rows(
         f"no cache yet: capturing {rows} rows of {row_length:,} tokens from {recipe.teacher.model.name} in a temporary "
         "folder; SmolLM2 takes some 10 ms a token on one core"
     )
-    from megatron_kd.data.prepare import prepare
-    from megatron_kd.data.tokenizer import load_tokenizer
-    from megatron_kd.models.convert import import_model, tokenizer_source
     from megatron_kd.teacher.capture import capture
 
-    if recipe.teacher.engine == "megatron":
-        import_model(recipe, "teacher", show_progress=show_progress)
+    make_inputs(recipe, show_progress=show_progress)
+    capture(recipe, show_progress=show_progress)
+    return folder / "cache"
+
+
+def make_inputs(recipe: Recipe, *, show_progress: bool) -> None:
+    """Imports the teacher, unless its checkpoint is there, and prepares the corpus, which the recipe must have.
+
+    Raises:
+        ConfigError, CheckpointError, DataError: whatever the commands refuse.
+    """
+    from megatron_kd.data.prepare import prepare
+    from megatron_kd.data.tokenizer import load_tokenizer
+    from megatron_kd.models.convert import tokenizer_source
+
+    import_teacher(recipe, show_progress=show_progress)
     data = recipe.data
+    assert data.corpus is not None, "the caller checks it: the message names what else can be given"
     prepare(
-        corpus_format=corpus.format,
-        paths=corpus.paths,
-        text_key=corpus.text_key,
+        corpus_format=data.corpus.format,
+        paths=data.corpus.paths,
+        text_key=data.corpus.text_key,
         tokenizer=load_tokenizer(tokenizer_source(recipe)),
         seq_length=data.seq_length,
         packing=data.packing,
@@ -88,16 +105,35 @@ def capture_rows(
         seed=recipe.seed,
         progress=show_progress,
     )
-    capture(recipe, show_progress=show_progress)
-    return folder / "cache"
 
 
-def _shortened(
-    path: Path, overrides: Sequence[str], folder: Path, rows: int, row_length: int, top_k: int | None
+def import_teacher(recipe: Recipe, *, show_progress: bool) -> None:
+    """Makes the teacher's checkpoint unless it is there; the other engines need none.
+
+    Raises:
+        ConfigError, CheckpointError: no source of weights, or damaged ones.
+    """
+    from megatron_kd.models.convert import import_model
+
+    if recipe.teacher.engine == "megatron":
+        import_model(recipe, "teacher", show_progress=show_progress)
+
+
+def shortened_recipe(
+    path: Path,
+    overrides: Sequence[str],
+    folder: Path,
+    *,
+    rows: int,
+    row_length: int,
+    changes: Mapping[str, object] | None = None,
 ) -> Recipe:
-    """The recipe with a few rows of another length, all of it in ``folder``."""
-    loaded = load_recipe(path, overrides)
-    changes: dict[str, object] = {
+    """The recipe with so many rows of another length, its samples and its cache in ``folder``.
+
+    Args:
+        changes: more keys to set.
+    """
+    shortened: dict[str, object] = {
         "data.samples": str(folder / "samples"),
         "data.seq_length": row_length,
         "data.train_tokens": rows * row_length,
@@ -105,12 +141,19 @@ def _shortened(
         "teacher.mode": "offline",
         "teacher.targets": "top_k",
         "teacher.cache": str(folder / "cache"),
-        "teacher.capture.value_dtype": "float16",
-        "teacher.capture.rows_per_shard": 1,
+        **(changes or {}),
     }
-    checkpoint = loaded.teacher.checkpoint
-    if loaded.teacher.engine == "megatron" and (checkpoint is None or not Path(checkpoint).exists()):
-        changes["teacher.checkpoint"] = str(folder / "teacher")
-    if top_k is not None:
-        changes["teacher.top_k"] = top_k
+    return recipe_with(path, overrides, {**shortened, **missing_checkpoint(load_recipe(path, overrides), folder)})
+
+
+def missing_checkpoint(recipe: Recipe, folder: Path) -> dict[str, object]:
+    """The key that lets the teacher be imported into ``folder``, where it was not imported yet; else nothing."""
+    checkpoint = recipe.teacher.checkpoint
+    if recipe.teacher.engine != "megatron" or (checkpoint is not None and Path(checkpoint).exists()):
+        return {}
+    return {"teacher.checkpoint": str(folder / "teacher")}
+
+
+def recipe_with(path: Path, overrides: Sequence[str], changes: Mapping[str, object]) -> Recipe:
+    """The recipe with overrides as a user gives them, then keys that are set to values."""
     return load_recipe(path, [*overrides, *(f"{key}={json.dumps(value)}" for key, value in changes.items())])

@@ -11,8 +11,9 @@ from megatron_kd.cli.options import (
     Json,
     Overrides,
     bench_app,
+    refuse_wrong_world,
 )
-from megatron_kd.console import print_figures, quiet_libraries
+from megatron_kd.console import is_first_rank, print_figures, quiet_libraries
 
 
 @bench_app.command("loss")
@@ -112,5 +113,44 @@ def bench_cache(
         say=lambda line: typer.echo(line, err=True),
     )
     for note in report.notes:
+        typer.echo(f"note: {note}", err=True)
+    print_figures(report.to_json(), json_, report.text())
+
+
+@bench_app.command("capture")
+def bench_capture(
+    recipe: Annotated[
+        Path | None, typer.Argument(metavar="[RECIPE]", help="Measure its teacher; by default that of the demo.")
+    ] = None,
+    overrides: Overrides = None,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows to measure on, in whole micro batches; five of these by default.")
+    ] = None,
+    row_length: Annotated[int | None, typer.Option(help="Tokens in a row; by default data.seq_length.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU, by default 1.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure what a capture costs beyond the teacher.
+
+    The teacher's bare forward pass (hidden states, then all logits, chunk by chunk) beside all a capture does: forward
+    pass and top-K, rows, shards; with the recipe's engine in the layout that is started. Round by round on the rows of
+    data.samples, or of the recipe's corpus where they are not there; CPU time, on a GPU that of the clock.
+    """
+    if recipe is not None:
+        from megatron_kd.config import load_recipe
+
+        refuse_wrong_world(load_recipe(recipe, overrides or []))
+    quiet_libraries()
+    from megatron_kd.bench.capture import bench_capture as run
+
+    report = run(
+        recipe,
+        overrides or [],
+        rows=rows,
+        row_length=row_length,
+        threads=threads,
+        say=lambda line: typer.echo(line, err=True),
+    )
+    for note in report.notes if is_first_rank() else ():
         typer.echo(f"note: {note}", err=True)
     print_figures(report.to_json(), json_, report.text())

@@ -1,8 +1,10 @@
-"""``bench loss`` on a GPU: bytes by its allocator, out of memory as a row, and Liger where it is installed."""
+"""Benchmarks on a GPU: bytes by its allocator, out of memory as a row, Liger where it is installed, a capture."""
 
 from __future__ import annotations
 
 import importlib.util
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megatron_kd.bench.loss import bench_loss
 from megatron_kd.bench.memory import pool_growths, release_memory
 from megatron_kd.bench.settings import PUBLISHED, choose_device, choose_setting
 from megatron_kd.device import select_device
+from tests.assets import megatron_kd, succeed, tiny_recipe
 
 LIGER = importlib.util.find_spec("liger_kernel") is not None
 
@@ -94,3 +97,12 @@ def test_liger_is_called_right() -> None:
     expected = 0.5 * (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(dim=1).mean()
     torch.testing.assert_close(value.double(), expected, rtol=1e-2, atol=0)  # its GEMMs may take TF32
     assert hidden.grad is not None and head.grad is not None and hidden.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("engine", ["megatron", "hf"])
+def test_a_capture_beside_the_bare_forward(tmp_path: Path, engine: str) -> None:
+    recipe = tiny_recipe(tmp_path, cluster={"gpu": "h200"}, training={"precision": "bf16"}, teacher={"engine": engine})
+    done = succeed(megatron_kd("bench", "capture", recipe, "--rows", "3", "--json"))
+    (row,) = json.loads(done.stdout)["results"]
+    assert (row["clock"], row["engine"], row["dtype"], row["rounds"]) == ("wall", engine, "bf16", 3)
+    assert row["device"] != "cpu" and all(value > 0 for value in row["us_per_token"].values())

@@ -16,6 +16,7 @@ from megatron_kd.cache.array_reader import ArrayReader
 from megatron_kd.cache.array_writer import ArrayWriter
 from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.schema import ArraySpec, parse_array
+from megatron_kd.cache.values import VALUE_DTYPES, from_patterns, to_patterns
 from megatron_kd.errors import CacheError
 from tests.unit.cache_rows import assert_rows_equal, folder_of, make_cache, rank_table, shards_folder
 
@@ -153,18 +154,23 @@ def test_whole_shard_by_zarr_python(tmp_path: Path, value_dtype: str) -> None:
                 assert patterns.view(row.logprobs.dtype).tobytes() == row.logprobs.tobytes()
 
 
-def test_example_in_the_documentation_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value_dtype", VALUE_DTYPES)
+def test_example_in_the_documentation_runs(tmp_path: Path, value_dtype: str) -> None:
     text = (Path(__file__).parents[2] / "docs" / "cache.md").read_text()
     (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     assert len(example.strip().splitlines()) <= 25
-    cache, rows = make_cache(tmp_path / "c", [300, 1, 700, 20], 3)
+    cache, rows = make_cache(tmp_path / "c", [300, 1, 700, 20], 3, value_dtype=value_dtype)
     names: dict[str, Any] = {}
     exec(compile(example, "docs/cache.md", "exec"), names)
     for row in rows:
         tokens, documents, ids, logprobs, tail = names["read_row"](str(folder_of(cache)), row.sample_id)
+        if value_dtype == "bfloat16":
+            wanted = from_patterns(to_patterns(row.logprobs, value_dtype), value_dtype)
+        else:
+            wanted = row.logprobs
         assert_rows_equal(
             row.__class__(row.sample_id, tokens, row.loss_mask, documents, ids, logprobs, tail),
             row.__class__(
-                row.sample_id, row.tokens, row.loss_mask, row.document_offsets, row.ids, row.logprobs, row.tail_logmass
+                row.sample_id, row.tokens, row.loss_mask, row.document_offsets, row.ids, wanted, row.tail_logmass
             ),
         )

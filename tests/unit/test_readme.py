@@ -7,10 +7,10 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-import click
 import pytest
 import typer
 import yaml
+from typer.core import TyperGroup
 
 from megatron_kd.cli import app
 from megatron_kd.config import load_recipe
@@ -28,9 +28,10 @@ def test_the_readme_names_commands() -> None:
 
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_exist_and_take_what_is_shown(line: str) -> None:
-    command = typer.main.get_command(app)
+    command: Any = typer.main.get_command(app)
     words = shlex.split(line)[1:]
-    while isinstance(command, click.Group):
+    assert isinstance(command, TyperGroup)
+    while isinstance(command, TyperGroup):
         name = words.pop(0)
         assert name in command.commands, f"{line}: there is no command {name}"
         command = command.commands[name]
