@@ -20,6 +20,10 @@ class CacheError(KDError):
     """A teacher cache that is damaged, incomplete or belongs to other tokens, another tokenizer or model."""
 
 
+class StoreUnreachableError(CacheError):
+    """The object store of a cache does not answer, which says nothing about the cache."""
+
+
 class CheckpointError(KDError):
     """A missing or damaged checkpoint, or one of another model."""
 

@@ -18,6 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
 
 import numpy as np
+import torch
 
 from megatron_kd.config import Recipe, load_recipe
 
@@ -168,3 +169,8 @@ def largest_difference(
 def losses_of(records: list[dict[str, Any]]) -> list[tuple[int, float, float]]:
     """(iteration, loss/kd, optim/grad_norm) of each line, to be compared bit by bit."""
     return [(r["iteration"], r["loss/kd"], r["optim/grad_norm"]) for r in records]
+
+
+def position_ids(tokens: torch.Tensor) -> torch.Tensor:
+    """0 … s − 1 for every row of tokens [b, s]."""
+    return torch.arange(tokens.shape[1]).expand_as(tokens)

@@ -28,7 +28,7 @@ from megatron_kd.cache.shard_reader import ShardReader
 from megatron_kd.cache.storage import Storage, StoredFile
 from megatron_kd.cache.store import Cache, open_cache, ranges
 from megatron_kd.cache.writer import group_attributes
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 
 Level = Literal["inventory", "structure", "crc", "deep"]
 LEVELS: tuple[Level, ...] = get_args(Level)
@@ -81,9 +81,14 @@ class Found:
     rows: list[Check] = field(default_factory=list)
 
     def collect[**P, T](self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Runs a check; a CacheError, or what the system refuses, becomes a problem."""
+        """Runs a check; a CacheError, or what the system refuses, becomes a problem.
+
+        Raises StoreUnreachableError: good shards must not be taken for damaged ones because a connection broke.
+        """
         try:
             return check(*args, **kwargs)
+        except StoreUnreachableError:
+            raise
         except (CacheError, OSError) as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
@@ -101,7 +106,7 @@ class ShardChecker:
         self._opened: ShardReader | None = None
 
     def __call__(self, check: Check) -> Found:
-        """Does one check. Never raises for what is wrong with the shard."""
+        """Does one check. Never raises for what is wrong with the shard, but for a store that does not answer."""
         found = Found()
         if check.rows is not None:
             self._check_rows(check.shard, *check.rows, found)

@@ -50,25 +50,28 @@ class CommitRecord:
 
 
 def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
-    """Raises CacheError for a shard that is not committed, or a record that is damaged or of another cache."""
+    """Raises CacheError for a shard not committed, or a record that is unreadable, damaged or of another cache."""
     samples = cache.manifest.shard_samples(shard_index)
     name = cache.commit_name(shard_index)
-    path = cache.storage.where(name)
+    path, repair = cache.storage.where(name), _repair(cache)
     try:
-        record = CommitRecord(**parse_json(cache.storage.read(name, _largest_record(cache, len(samples)))))
+        stored = cache.storage.read(name, _largest_record(cache, len(samples)))
     except FileNotFoundError as error:
         raise CacheError(
             f"shard {shard_index} of {cache.location} (samples {samples_of(cache, [shard_index])}) was never "
             f"committed; missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
         ) from error
-    except (OSError, ValueError, TypeError, CacheError) as error:
-        raise CacheError(f"{path} is damaged: {error}; {_remove(path)}") from error
+    except OSError as error:
+        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+    try:
+        record = CommitRecord(**parse_json(stored))
+    except (ValueError, TypeError) as error:
+        raise CacheError(f"{path} is damaged: {error}; {repair}") from error
     if not _fits(record, cache, shard_index, len(samples)):
-        raise CacheError(f"{path} does not have the fields of shard {shard_index}; {_remove(path)}")
+        raise CacheError(f"{path} does not have the fields of shard {shard_index}; {repair}")
     if record.cache_id != cache.manifest.cache_id:
         raise CacheError(
-            f"{path} belongs to the cache {record.cache_id}, not to this one ({cache.manifest.cache_id}); "
-            f"{_remove(path)}"
+            f"{path} belongs to the cache {record.cache_id}, not to this one ({cache.manifest.cache_id}); {repair}"
         )
     return record
 
@@ -112,8 +115,10 @@ def attempt_shard(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _remove(path: object) -> str:
-    return f"remove {path} and run `megatron-kd capture` again, it writes that shard anew"
+def _repair(cache: Cache) -> str:
+    if "matched_by" in cache.manifest.teacher:  # an import's: no teacher can write it anew
+        return "remove it and run `megatron-kd cache import` again"
+    return "`megatron-kd capture --repair` captures the shard anew"
 
 
 def object_names(cache: Cache) -> set[str]:

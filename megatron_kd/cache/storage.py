@@ -1,7 +1,8 @@
 """Where the files of a cache lie: a local disk, or an object store named by a URL. Both by one small interface.
 
 Names are relative to the storage and have ``/`` between their parts. What the system or the store refuses is an
-``OSError``; a file that is not there is ``FileNotFoundError`` in both.
+``OSError``; a file that is not there is ``FileNotFoundError`` in both. A store that does not answer, or fails after all
+retries, is a ``StoreUnreachableError``.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class LocalStorage(Storage):
         descriptor, size = _open(self.path / name)
         with os.fdopen(descriptor, "rb") as file:
             check_limit(self.where(name), size, limit)
-            return file.read(limit)
+            return file.read(size)  # memory is taken for what is asked for, so not for the limit
 
     def open(self, name: str) -> StoredFile:
         return _LocalFile(self.path / name)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 
 _PARALLEL = 16
 _COALESCE = 256 * 1024  # bytes of a gap that are sooner read than skipped: a round trip is worth more
@@ -86,7 +86,7 @@ class ObjectStorage(Storage):
 
     @contextmanager
     def _translated(self, library: Any, name: str) -> Iterator[None]:
-        """Errors of the library as OSError, which say which object it was. Retries were the library's."""
+        """Errors of the library as ours, which say which object it was. Retries were the library's."""
         where = self.where(name)
         try:
             yield
@@ -94,6 +94,8 @@ class ObjectStorage(Storage):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
         except (library.exceptions.PermissionDeniedError, library.exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _first_line(error), where) from error
+        except library.exceptions.GenericError as error:
+            raise StoreUnreachableError(f"{where} cannot be reached: {_first_line(error)}") from error
         except library.exceptions.BaseError as error:
             raise OSError(errno.EIO, _first_line(error), where) from error
 

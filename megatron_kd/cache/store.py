@@ -20,10 +20,11 @@ import numpy as np
 
 from megatron_kd.cache.manifest import CacheManifest, first_differing_field
 from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
-from megatron_kd.cache.storage import LocalStorage, Storage, open_storage
+from megatron_kd.cache.storage import Storage, open_storage
 from megatron_kd.errors import CacheError
 
 CAPTURE_AGAIN = "run `megatron-kd capture` again, it resumes with what is missing"
+_RANK_TABLE = re.compile(r"rank_table-[0-9a-f]{32}\.u32")
 _COMMIT_NAME = re.compile(r"([0-9]{6,9})\.json")
 MANIFEST_NAME = "cache.json"
 MAX_MANIFEST_BYTES = 2**24
@@ -41,27 +42,6 @@ class Cache:
     def location(self) -> str:
         """The path or the URL, as it was given."""
         return self.storage.location
-
-    @property
-    def path(self) -> Path:
-        """The folder on a local disk. Raises CacheError for a cache in an object store."""
-        if not isinstance(self.storage, LocalStorage):
-            raise CacheError(f"{self.location} is in an object store, this needs a folder: copy it to a disk first")
-        return self.storage.path
-
-    @property
-    def shards_folder(self) -> Path:
-        """Holds the attempts, one directory each."""
-        return self.path / "shards"
-
-    @property
-    def commits_folder(self) -> Path:
-        """Holds the commit records."""
-        return self.path / "commits"
-
-    def commit_path(self, shard_index: int) -> Path:
-        """The commit record of a shard, whether it exists or not."""
-        return self.path / self.commit_name(shard_index)
 
     def commit_name(self, shard_index: int) -> str:
         """The commit record of a shard, relative to the cache."""
@@ -113,7 +93,7 @@ def create_cache(path: Path | str, manifest: CacheManifest, rank_table: np.ndarr
     with reported(storage.location, "creating cache"):
         if not storage.exists(MANIFEST_NAME):
             storage.prepare("shards", "commits")
-            storage.create(_rank_table_name(manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
+            storage.create(rank_table_name(manifest), np.ascontiguousarray(rank_table, "<u4").tobytes())
             storage.create(MANIFEST_NAME, manifest.to_json().encode())
     return open_same_cache(path, manifest)
 
@@ -156,9 +136,9 @@ def open_cache(path: Path | str | Cache) -> Cache:
         ) from error
     except OSError as error:
         raise CacheError(f"{where} cannot be read: {error.strerror}") from error
-    where = storage.where(_rank_table_name(manifest))
+    where = storage.where(rank_table_name(manifest))
     try:
-        stored = storage.read(_rank_table_name(manifest), 4 * manifest.vocab_size)
+        stored = storage.read(rank_table_name(manifest), 4 * manifest.vocab_size)
     except OSError as error:
         raise CacheError(f"{where} cannot be read: {error.strerror}; without it ids cannot be decoded") from error
     if len(stored) != 4 * manifest.vocab_size or rank_table_hash(np.frombuffer(stored, "<u4")) != (
@@ -173,8 +153,14 @@ def open_cache(path: Path | str | Cache) -> Cache:
     return Cache(storage, manifest, table)
 
 
-def _rank_table_name(manifest: CacheManifest) -> str:
+def rank_table_name(manifest: CacheManifest) -> str:
+    """The file of the rank table that a cache uses, relative to the cache."""
     return f"rank_table-{manifest.rank_table_hash}.u32"
+
+
+def is_rank_table(name: str) -> bool:
+    """Whether a file of this name, relative to a cache, is a rank table, used or not."""
+    return _RANK_TABLE.fullmatch(name) is not None
 
 
 def committed_shards(path: Path | str | Cache) -> list[int]:

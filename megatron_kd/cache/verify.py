@@ -9,7 +9,7 @@ deep        every row decoded: both hashes, and all that writing refuses, at eve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,10 +42,10 @@ class VerifyReport:
         damaged_shards: committed shards with a problem, ascending; to be captured anew.
         missing_samples: those of the shards that were never committed, in words; empty for none. A capture that still
             runs, or was stopped, has some and no damage.
-        shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts.
+        shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts, of the shards asked for.
         bytes: of the files that committed shards consist of.
         orphans: attempts and temporary files that no record names. They take space and harm nothing; those of a
-            capture that is running now are among them.
+            capture that is running now are among them. Not looked for where only some shards are checked.
     """
 
     level: str
@@ -85,21 +85,27 @@ class VerifyReport:
 
 
 def verify(
-    path: Path | str | Cache, level: Level = "structure", *, workers: int | None = 1, show_progress: bool = False
+    path: Path | str | Cache,
+    level: Level = "structure",
+    *,
+    shards: Collection[int] | None = None,
+    workers: int | None = 1,
+    show_progress: bool = False,
 ) -> VerifyReport:
-    """Checks all committed shards and goes on after a problem, so that one run finds all damaged shards.
+    """Checks committed shards and goes on after a problem, so that one run finds all damaged ones.
 
     The report is the same for any number of workers.
 
     Args:
+        shards: those to check; of others nothing is read but the names of their records. None for all.
         workers: processes that share the work; 1 does all of it in this one, None takes as many as there are usable
             cores and as the cache is worth. More than one is for programs whose main module can be imported, as for
             ``multiprocessing``.
 
     Raises:
         CacheError: where there is no cache, or its manifest or rank table is damaged: nothing can be judged then; and
-            where a worker dies.
-        ValueError: for an unknown level or no worker.
+            where a worker dies. An object store that does not answer is a StoreUnreachableError and no damage.
+        ValueError: for an unknown level or no worker, or a shard that the cache cannot have.
     """
     if level not in LEVELS:
         raise ValueError(f"level {level!r} must be one of {', '.join(LEVELS)}")
@@ -108,36 +114,41 @@ def verify(
     cache = open_cache(path)
     manifest = cache.manifest
     check_rank_table(cache.rank_table, manifest.vocab_size)
-    report = VerifyReport(level, shards_expected=manifest.shards, rows_expected=manifest.rows)
+    wanted = range(manifest.shards) if shards is None else sorted(set(shards))
+    if wanted and not 0 <= wanted[0] <= wanted[-1] < manifest.shards:
+        raise ValueError(f"shards must lie in [0, {manifest.shards}), not {ranges(wanted)}")
+    sizes = {shard: len(manifest.shard_samples(shard)) for shard in wanted}
+    report = VerifyReport(level, shards_expected=len(sizes), rows_expected=sum(sizes.values()))
     committed = committed_shards(cache)
-    _report_holes(cache, committed, report)
-    shards = {shard: _Shard(len(manifest.shard_samples(shard))) for shard in committed if shard < manifest.shards}
-    rows = sum(shard.rows for shard in shards.values())
+    _report_holes(cache, wanted, committed, report)
+    if shards is None and committed and committed[-1] >= manifest.shards:
+        beyond = ranges(shard for shard in committed if shard >= manifest.shards)
+        report.problems.append(f"commit records of shards {beyond}, but the cache has {manifest.shards} shards")
+    checked = {shard: _Shard(sizes[shard]) for shard in committed if shard in sizes}
+    rows = sum(shard.rows for shard in checked.values())
     if workers is None:
-        workers = _worthwhile(cache, list(shards), level)
+        workers = _worthwhile(cache, list(checked), level)
     with progress(f"verify {level}", rows, unit="rows", enabled=show_progress) as advance:
         run_tasks(
-            (Check(shard) for shard in shards),
+            (Check(shard) for shard in checked),
             partial(ShardChecker, cache if workers == 1 else cache.location, level),
-            lambda check, found: shards[check.shard].take(check, found, advance),
+            lambda check, found: checked[check.shard].take(check, found, advance),
             workers,
         )
-    _add_up(shards, report)
-    left = Found(report.problems)  # a record that cannot be read is no new problem
-    report.orphans = left.collect(orphans, cache) or []
+    _add_up(checked, report)
+    if shards is None:
+        left = Found(report.problems)  # a record that cannot be read is no new problem
+        report.orphans = left.collect(orphans, cache) or []
     return report
 
 
-def _report_holes(cache: Cache, committed: list[int], report: VerifyReport) -> None:
-    manifest, there = cache.manifest, set(committed)
-    missing = [shard for shard in range(manifest.shards) if shard not in there]
+def _report_holes(cache: Cache, wanted: Iterable[int], committed: list[int], report: VerifyReport) -> None:
+    there = set(committed)
+    missing = [shard for shard in wanted if shard not in there]
     if missing:
         samples = samples_of(cache, missing)
         report.missing_samples = samples
         report.problems.append(f"samples {samples} are missing: shards {ranges(missing)} were never committed")
-    beyond = [shard for shard in committed if shard >= manifest.shards]
-    if beyond:
-        report.problems.append(f"commit records of shards {ranges(beyond)}, but the cache has {manifest.shards} shards")
 
 
 def _worthwhile(cache: Cache, shards: list[int], level: Level) -> int:
@@ -181,7 +192,6 @@ class _Shard:
 
 
 def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
-    attempts: dict[str, int] = {}
     for index, shard in shards.items():
         problems = [problem for order in sorted(shard.problems) for problem in shard.problems[order]]
         whole = shard.whole
@@ -190,9 +200,6 @@ def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
             report.rows_committed += whole.row_count
             report.tokens += whole.tokens
             report.bytes += whole.bytes
-            if whole.attempt in attempts:
-                problems.append(f"shards {attempts[whole.attempt]} and {index} name one directory")
-            attempts[whole.attempt] = index
         if problems:
             report.problems += problems
             report.damaged_shards.append(index)

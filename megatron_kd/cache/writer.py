@@ -23,7 +23,7 @@ from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
 from megatron_kd.cache.schema import temperature_name
 from megatron_kd.cache.storage import Storage
-from megatron_kd.cache.store import Cache, committed_shards, open_cache, reported
+from megatron_kd.cache.store import Cache, committed_shards, is_rank_table, open_cache, rank_table_name, reported
 from megatron_kd.cache.values import delta_encode, to_patterns
 from megatron_kd.errors import CacheError
 
@@ -182,7 +182,7 @@ class _ShardFiller:
 
 
 def orphans(path: Path | str | Cache) -> list[str]:
-    """Attempts that no commit record names, and temporary files: of crashed, beaten or running writers.
+    """Attempts that no commit record names, temporary files, unused rank tables: of crashed, beaten, running writers.
 
     Returns:
         Names relative to the cache.
@@ -198,7 +198,9 @@ def orphans(path: Path | str | Cache) -> list[str]:
         for name in (f"{folder}{file}" for file in storage.below(folder.rstrip("/")).names())
         if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp")
     ]
-    return [f"shards/{attempt}" for attempt in attempts if attempt not in used] + temporary
+    # Of several first writers one publishes cache.json: the tables of the others are never used.
+    tables = [name for name in storage.names() if is_rank_table(name) and name != rank_table_name(cache.manifest)]
+    return [*(f"shards/{attempt}" for attempt in attempts if attempt not in used), *temporary, *tables]
 
 
 def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[str]:

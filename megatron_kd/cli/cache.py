@@ -89,7 +89,7 @@ def cache_clean(
 ) -> None:
     """Remove what crashed captures left.
 
-    Committed shards are never touched: only attempts and temporary files that no record names.
+    Committed shards are never touched: only attempts that no record names, temporary files and unused rank tables.
     """
     from megatron_kd.cache.clean import clean
 

@@ -129,7 +129,7 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
     """Looks at what is committed already. Collective over all ranks.
 
     Args:
-        shards: those that count.
+        shards: those that count; others are not read.
         repair: every checksum is compared, and damaged shards are taken out of the cache, so that they are missing;
             else only names and sizes are, and damage is an error. Holes are none.
 
@@ -143,10 +143,10 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
 
     def look() -> list[int]:
         if repair:
-            report = verify(cache, "crc", workers=None, show_progress=show_progress)
+            report = verify(cache, "crc", shards=shards, workers=None, show_progress=show_progress)
         else:
-            report = verify(cache, "inventory")
-        damaged = [shard for shard in report.damaged_shards if shard in shards]
+            report = verify(cache, "inventory", shards=shards)
+        damaged = report.damaged_shards
         if damaged and not repair:
             raise CacheError(_damage(cache, damaged))
         for shard in damaged:

@@ -111,7 +111,7 @@ class CacheFidelity:
 
     @classmethod
     def of(cls, path: Path | str, rows: list[RowFidelity], tolerance: float) -> CacheFidelity:
-        """Raises CacheError where a commit record is damaged."""
+        """``path`` holds the cache the rows were read from. Raises CacheError where no cache can be opened there."""
         seen = inspect(path, sample_rows=0)
         return cls(str(path), seen["top_k"], seen["value_dtype"], seen["bytes_per_token"], tolerance, rows)
 

@@ -63,7 +63,7 @@ def load_model(source: str | None, precision: str, device_map: str | None) -> Lo
         # By one rank for all: reading large weights once more on every rank would take its time.
         if not dist.is_initialized() or dist.get_rank() == 0:
             weights = _ModelWeights(path, model) if is_gguf else SafetensorsFolder(path)
-            hashes = [weights_sha256(weights), _sha256_of_file(path) if is_gguf else _config_sha256(weights.config())]
+            hashes = [weights_sha256(weights), _sha256_of_file(path) if is_gguf else config_sha256(weights.config())]
         if is_gguf:
             for parameter in model.parameters():  # not the buffers: rotary frequencies stay in float32
                 parameter.data = parameter.data.to(_DTYPES[precision])
@@ -152,7 +152,8 @@ class _ModelWeights:
         return self._config
 
 
-def _config_sha256(config: dict[str, Any]) -> str:
+def config_sha256(config: dict[str, Any]) -> str:
+    """The sha256 (hexadecimal) of a transformers configuration, without keys that do not change what is computed."""
     kept = {key: value for key, value in config.items() if key not in _NO_FUNCTION}
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 

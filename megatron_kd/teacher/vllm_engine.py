@@ -30,7 +30,7 @@ from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
 from megatron_kd.targets import TopKTargets
-from megatron_kd.teacher.hf_loading import LoadedModel, _config_sha256, described_architecture
+from megatron_kd.teacher.hf_loading import LoadedModel, config_sha256, described_architecture
 from megatron_kd.teacher.topk import ExtractedTopK
 from megatron_kd.teacher.vllm_logprobs import row_targets
 
@@ -140,7 +140,7 @@ def _describe(recipe: Recipe) -> LoadedModel:
         raise CheckpointError(f"{path}/config.json cannot be read by transformers: {one_line(error)}") from error
     # By one rank for all: reading large weights once more on every rank would take its time.
     first = not dist.is_initialized() or dist.get_rank() == 0
-    hashes = [weights_sha256(weights) if first else "", _config_sha256(weights.config())]
+    hashes = [weights_sha256(weights) if first else "", config_sha256(weights.config())]
     return LoadedModel(path, SimpleNamespace(config=config), *hashes)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
@@ -115,8 +114,3 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -
     config.no_sync_func = ddp.no_sync
     config.timers = None
     return Student(ddp, optimizer, scheduler)
-
-
-def position_ids(tokens: torch.Tensor) -> torch.Tensor:
-    """0 … s − 1 for every row of tokens [b, s]."""
-    return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

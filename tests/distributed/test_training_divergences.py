@@ -98,7 +98,7 @@ def _outcomes(case: Case, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _expected(online: Trainer, batches: list[Batch], cases: dict[str, Case]) -> dict[str, float]:
     """The mean divergence of each case over some rows, in float64 from the logits of both models."""
-    from megatron_kd.training.setup import position_ids
+    from tests.training_runs import position_ids
 
     recipe, teacher = online.recipe, online.session.distillation._teacher
     assert teacher is not None

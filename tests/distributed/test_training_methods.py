@@ -36,7 +36,7 @@ def gradient_error(one: dict[str, np.ndarray[Any, Any]], other: dict[str, np.nda
 
 def _student_logits(trainer: Trainer, tokens: Tensor) -> Tensor:
     """[s·b, V] in float64, from the model alone."""
-    from megatron_kd.training.setup import position_ids
+    from tests.training_runs import position_ids
 
     logits = trainer.student.model.module(tokens, position_ids(tokens), None)  # [b, s, padded V]
     return logits.transpose(0, 1).flatten(0, 1)[:, : trainer.recipe.student.model.vocab_size].double()

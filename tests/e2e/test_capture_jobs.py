@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import resource
 import shutil
 import signal
@@ -43,11 +44,13 @@ def _commits(cache: Path) -> int:
     return len(list(folder.glob("*.json"))) if folder.is_dir() else 0
 
 
-def _wait_for_commits(cache: Path, count: int) -> None:
+def _wait_for_commits(cache: Path, count: int) -> float:
+    """Returns when there were so many."""
     deadline = time.monotonic() + 60
     while _commits(cache) < count:
         assert time.monotonic() < deadline, f"{_commits(cache)} shards after a minute"
         time.sleep(0.002)
+    return time.monotonic()
 
 
 def _report(job: Started) -> dict[str, object]:
@@ -108,6 +111,67 @@ def test_the_numbering_is_the_same_in_every_layout(long: list[str | Path], tmp_p
     np.testing.assert_array_equal(tables[1], tables[0])
     # The split model rounds otherwise: at a tie another id may be the last that is kept.
     assert np.mean(tables[2] != tables[0]) < 0.05
+
+
+KILLS = 5
+
+
+def test_five_kills_at_random_moments(long: list[str | Path], tmp_path: Path) -> None:
+    """SIGKILL of all ranks at exactly five moments of an undisturbed run, one in each fifth of its time; then resumed.
+
+    A moment is some commits and a part of the time to the next one, so that it falls on work however busy the machine.
+    """
+    cache, seed = tmp_path / "cache", random.randrange(2**32)
+    chance = random.Random(seed)
+    job = start(*long, f"teacher.cache={tmp_path / 'whole'}", "cluster.gpus_per_node=2", ranks=2)
+    times = [_wait_for_commits(tmp_path / "whole", count + 1) for count in range(100)]
+    assert _report(job)["rows_captured"] == 400
+    kept: dict[str, tuple[int, int]] = {}
+    for kill in range(KILLS):
+        moment = times[0] + (times[-1] - times[0]) * (kill + 0.9 * chance.random()) / KILLS
+        commits = int(np.searchsorted(times, moment, "right"))
+        pause = moment - times[commits - 1]
+        job = start(*long, f"teacher.cache={cache}", "cluster.gpus_per_node=2", ranks=2)
+        _wait_for_attempt(cache, begun=_attempts(cache))
+        _wait_for_commits(cache, commits)
+        time.sleep(pause)
+        for pid in job.pids:
+            os.kill(pid, signal.SIGKILL)
+        assert [rank.returncode for rank in job.wait(20)] == [-signal.SIGKILL] * 2, f"seed {seed}: it had ended"
+        assert kept.items() <= _files(cache).items(), f"seed {seed}: a committed shard was touched"
+        kept = _files(cache)
+        assert commits <= _commits(cache) < 100, f"seed {seed}: kill {kill} did not fall on work"
+    done = _commits(cache)
+    report = _report(start(*long, f"teacher.cache={cache}", "cluster.gpus_per_node=2", ranks=2))
+    assert report["complete"] and report["rows_captured"] == 4 * (100 - done), "only what is missing is done"
+    assert kept.items() <= _files(cache).items()
+    checked = verify(cache, "deep")
+    assert checked.ok and checked.rows_committed == 400, checked.problems
+    readers = [CacheReader(tmp_path / name).read_many(range(400)) for name in ("cache", "whole")]
+    for ours, undisturbed in zip(*readers, strict=True):
+        assert_rows_equal(ours, undisturbed)
+
+
+def _attempts(cache: Path) -> set[str]:
+    folder = cache / "shards"
+    return set(os.listdir(folder)) if folder.is_dir() else set()
+
+
+def _wait_for_attempt(cache: Path, begun: set[str]) -> None:
+    deadline = time.monotonic() + 60
+    while _attempts(cache) <= begun:
+        assert time.monotonic() < deadline, "no shard was begun in a minute"
+        time.sleep(0.001)
+
+
+def _files(cache: Path) -> dict[str, tuple[int, int]]:
+    """Inode and modification time of every file of the committed shards, and of their records."""
+    found = {}
+    for record in (cache / "commits").glob("*.json"):
+        attempt = cache / "shards" / json.loads(record.read_text())["attempt"]
+        for path in (record, *(path for path in attempt.rglob("*") if path.is_file())):
+            found[str(path)] = (path.stat().st_ino, path.stat().st_mtime_ns)
+    return found
 
 
 @LAYOUTS

@@ -106,6 +106,26 @@ def make_cache(path: Path, lengths: Iterable[int], rows_per_shard: int, **fields
     return cache, rows
 
 
+def folder_of(cache: Cache) -> Path:
+    """The folder of a cache on a disk."""
+    return Path(cache.location)
+
+
+def shards_folder(cache: Cache) -> Path:
+    """Holds the attempts."""
+    return folder_of(cache) / "shards"
+
+
+def commits_folder(cache: Cache) -> Path:
+    """Holds the commit records."""
+    return folder_of(cache) / "commits"
+
+
+def commit_path(cache: Cache, shard_index: int) -> Path:
+    """The commit record of a shard."""
+    return folder_of(cache) / cache.commit_name(shard_index)
+
+
 def assert_rows_equal(found: Row, wanted: Row) -> None:
     """Every field, bit for bit."""
     for name, value in vars(wanted).items():

@@ -71,7 +71,7 @@ def run_piece(without: str, outcome: Outcome, folder: Path, *, own_state: bool) 
     from megatron_kd.models.build import build_model
     from megatron_kd.models.checkpoint import sharded_weights
     from megatron_kd.models.parallel import init_model_parallel
-    from megatron_kd.training.setup import Student, position_ids, wrap_for_training
+    from megatron_kd.training.setup import Student, wrap_for_training
 
     torch.set_num_threads(1)
     apply_cpu_workarounds(without=[] if without == EVERYTHING else [without])
@@ -96,7 +96,7 @@ def run_piece(without: str, outcome: Outcome, folder: Path, *, own_state: bool) 
 
     def step(student: Student) -> tuple[float, float]:
         def forward(source: Any, wrapped: Any) -> Any:
-            losses = wrapped(tokens, position_ids(tokens), None, labels=tokens)
+            losses = wrapped(tokens, torch.arange(tokens.shape[1]).expand_as(tokens), None, labels=tokens)
             count = torch.tensor(tokens.numel(), dtype=torch.int)
             return losses, lambda output: (output.sum(), count, {"loss": output.sum().detach() / count})
 

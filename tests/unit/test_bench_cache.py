@@ -23,7 +23,15 @@ from megatron_kd.cache.rank_table import build_rank_table
 from megatron_kd.cache.row import Row
 from megatron_kd.errors import CacheError, ConfigError
 from tests.unit.cache_import_sources import zigzag_positions
-from tests.unit.cache_rows import assert_rows_equal, make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import (
+    assert_rows_equal,
+    commit_path,
+    commits_folder,
+    make_cache,
+    make_manifest,
+    make_row,
+    rank_table,
+)
 
 LENGTH, K, V = 40, 5, 64
 QUIET: dict[str, Any] = {"rounds": 2, "rate_tokens": 200, "show_progress": False}
@@ -213,7 +221,7 @@ def test_a_small_cache_is_shared(rows: int, measured: int, counted: int, tmp_pat
 
 def test_an_unfinished_cache_of_rows_of_other_lengths(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path / "cache", [30, 41, 20, 50, 33, 47], 2)
-    cache.commit_path(1).unlink()
+    commit_path(cache, 1).unlink()
     taken = rows_of_cache(tmp_path / "cache", "here", tokens=10_000, top_k=None)
     assert sorted(map(len, (*taken.measured, *taken.counted))) == [30, 33, 41, 47]
     bench_cache(cache=tmp_path / "cache", **QUIET)
@@ -281,8 +289,8 @@ def test_bad_input(tmp_path: Path) -> None:
     make_cache(tmp_path / "bf16", [LENGTH] * 2, 2, value_dtype="bfloat16")
     make_cache(tmp_path / "short", [3] * 2, 2)
     cache, _ = make_cache(tmp_path / "empty", [LENGTH], 1)
-    shutil.rmtree(cache.commits_folder)
-    cache.commits_folder.mkdir()
+    shutil.rmtree(commits_folder(cache))
+    commits_folder(cache).mkdir()
     for words, options in (
         ("top-k is 6, .* holds 5 tokens", {"cache": tmp_path / "cache", "top_k": 6}),
         ("top-k is 0, must be positive", {"cache": tmp_path / "cache", "top_k": 0}),

@@ -7,13 +7,16 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from megatron_kd.cache.clean import clean
-from megatron_kd.cache.store import Cache
+from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
+from megatron_kd.cache.store import Cache, create_cache
 from megatron_kd.cache.verify import verify
+from megatron_kd.cache.writer import orphans
 from megatron_kd.errors import CacheError
-from tests.unit.cache_rows import make_cache
+from tests.unit.cache_rows import commit_path, folder_of, make_cache, make_manifest, shards_folder
 
 
 @pytest.fixture
@@ -21,12 +24,12 @@ def cache(tmp_path: Path) -> Cache:
     """With an attempt that is two days old, one that was just written to, and an old temporary file."""
     cache, _ = make_cache(tmp_path / "c", [30, 40], 1)
     for name, days in (("000000-old", 2), ("000001-new", 2)):
-        (cache.shards_folder / name / "rank").mkdir(parents=True)
-        (cache.shards_folder / name / "rank" / "c.0.0").write_bytes(bytes(1500))
-        _age(cache.shards_folder / name, days)
-    (cache.shards_folder / "000001-new" / "rank" / "c.0.0").write_bytes(bytes(10))
-    (cache.path / ".cache.json.ab.tmp").write_text("{")
-    _age(cache.path / ".cache.json.ab.tmp", 3)
+        (shards_folder(cache) / name / "rank").mkdir(parents=True)
+        (shards_folder(cache) / name / "rank" / "c.0.0").write_bytes(bytes(1500))
+        _age(shards_folder(cache) / name, days)
+    (shards_folder(cache) / "000001-new" / "rank" / "c.0.0").write_bytes(bytes(10))
+    (folder_of(cache) / ".cache.json.ab.tmp").write_text("{")
+    _age(folder_of(cache) / ".cache.json.ab.tmp", 3)
     return cache
 
 
@@ -37,7 +40,7 @@ def _age(path: Path, days: float) -> None:
 
 
 def test_a_rehearsal_removes_nothing_and_says_the_same(cache: Cache) -> None:
-    rehearsal = clean(cache.path, dry_run=True)
+    rehearsal = clean(folder_of(cache), dry_run=True)
     assert verify(cache).orphans == ["shards/000000-old", "shards/000001-new", ".cache.json.ab.tmp"]
     done = clean(cache)
     for report in (rehearsal, done):
@@ -63,10 +66,23 @@ def test_text(cache: Cache) -> None:
     assert clean(cache, 0.0).text() == "removed 0 leftovers of 0 B"
 
 
+def test_the_table_of_a_lost_race_is_a_leftover(tmp_path: Path) -> None:
+    cache, _ = make_cache(tmp_path / "c", [30], 1)
+    lost = build_rank_table(np.arange(64))
+    create_cache(cache.location, make_manifest(1, 1, rank_table_hash=rank_table_hash(lost)), lost)
+    assert not orphans(cache), "whoever finds a cache leaves no table"
+    name = f"rank_table-{rank_table_hash(lost)}.u32"
+    (folder_of(cache) / name).write_bytes(lost.tobytes())
+    assert orphans(cache) == [name] and not clean(cache).removed
+    _age(folder_of(cache) / name, 2)
+    assert [(left.name, left.bytes) for left in clean(cache).removed] == [(name, 256)]
+    assert not orphans(cache) and verify(cache.location, "deep").ok
+
+
 def test_with_a_damaged_record_nothing_is_removed(cache: Cache) -> None:
-    cache.commit_path(0).write_text("{")
+    commit_path(cache, 0).write_text("{")
     with pytest.raises(CacheError, match=r"000000\.json is damaged"):
         clean(cache, 0.0)
-    assert (cache.shards_folder / "000000-old").exists()
+    assert (shards_folder(cache) / "000000-old").exists()
     with pytest.raises(ValueError, match="idle_s is -1"):
         clean(cache, -1)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import megatron_kd.cache.writer as writer_module
-from megatron_kd.cache.commits import read_commit
+from megatron_kd.cache.commits import discard_shard, read_commit
 from megatron_kd.cache.inspect import inspect
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
@@ -21,7 +21,17 @@ from megatron_kd.cache.store import Cache, create_cache
 from megatron_kd.cache.verify import LEVELS, verify
 from megatron_kd.cache.writer import write_shard
 from megatron_kd.errors import CacheError
-from tests.unit.cache_rows import assert_rows_equal, make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import (
+    assert_rows_equal,
+    commit_path,
+    commits_folder,
+    folder_of,
+    make_cache,
+    make_manifest,
+    make_row,
+    rank_table,
+    shards_folder,
+)
 
 
 @pytest.fixture
@@ -30,7 +40,7 @@ def whole(tmp_path: Path) -> tuple[Cache, list[Row]]:
 
 
 def _folder(cache: Cache, shard: int) -> Path:
-    return cache.shards_folder / read_commit(cache, shard).attempt
+    return shards_folder(cache) / read_commit(cache, shard).attempt
 
 
 def _flip(path: Path, bit: int) -> None:
@@ -41,7 +51,7 @@ def _flip(path: Path, bit: int) -> None:
 
 def _recommit(cache: Cache, shard: int, **change: Any) -> None:
     record = replace(read_commit(cache, shard), **change)
-    cache.commit_path(shard).write_text(record.to_json())
+    commit_path(cache, shard).write_text(record.to_json())
 
 
 def _error_of_reading(reader: CacheReader, row: Row) -> str:
@@ -57,11 +67,11 @@ def _error_of_reading(reader: CacheReader, row: Row) -> str:
 def test_whole_cache_has_no_problem(whole: tuple[Cache, list[Row]]) -> None:
     cache, rows = whole
     for level in LEVELS:
-        report = verify(cache.path, level, show_progress=True)
+        report = verify(folder_of(cache), level, show_progress=True)
         assert report.problems == [] and report.ok
         assert (report.shards_committed, report.rows_committed, report.orphans) == (2, 6, [])
         assert report.tokens == sum(map(len, rows))
-        on_disk = sum(file.stat().st_size for file in cache.shards_folder.rglob("*") if file.is_file())
+        on_disk = sum(file.stat().st_size for file in shards_folder(cache).rglob("*") if file.is_file())
         assert report.bytes == on_disk
         assert json.loads(json.dumps(report.to_dict()))["ok"] is True
     with pytest.raises(ValueError, match="'all' must be one of inventory, structure, crc, deep"):
@@ -145,10 +155,10 @@ def test_deleted_files(whole: tuple[Cache, list[Row]]) -> None:
 
 def test_holes_strangers_and_leftovers(whole: tuple[Cache, list[Row]]) -> None:
     cache, _ = whole
-    cache.commit_path(0).unlink()
-    shutil.copy(cache.commit_path(1), cache.commit_path(7))
+    commit_path(cache, 0).unlink()
+    shutil.copy(commit_path(cache, 1), commit_path(cache, 7))
     (_folder(cache, 1) / "notes.txt").write_text("x")
-    (cache.commits_folder / ".000000.json.ab.tmp").write_text("{")
+    (commits_folder(cache) / ".000000.json.ab.tmp").write_text("{")
     report = verify(cache, "inventory")
     text = "\n".join(report.problems)
     assert "samples 0–2 are missing: shards 0 were never committed" in text
@@ -159,8 +169,8 @@ def test_holes_strangers_and_leftovers(whole: tuple[Cache, list[Row]]) -> None:
 
 def test_leftovers_are_listed_and_are_no_problem(whole: tuple[Cache, list[Row]]) -> None:
     cache, _ = whole
-    (cache.shards_folder / "000001-beaten" / "rank").mkdir(parents=True)
-    (cache.path / ".cache.json.ab.tmp").write_text("{")
+    (shards_folder(cache) / "000001-beaten" / "rank").mkdir(parents=True)
+    (folder_of(cache) / ".cache.json.ab.tmp").write_text("{")
     report = verify(cache, "structure")
     assert report.ok
     assert report.orphans == ["shards/000001-beaten", ".cache.json.ab.tmp"]
@@ -172,13 +182,29 @@ def test_leftovers_are_listed_and_are_no_problem(whole: tuple[Cache, list[Row]])
 )
 def test_damaged_record(whole: tuple[Cache, list[Row]], text: str, message: str) -> None:
     cache, _ = whole
-    cache.commit_path(0).write_text(text)
-    with pytest.raises(CacheError, match=rf"sample 1 .*000000\.json {message}.*remove .*capture"):
+    commit_path(cache, 0).write_text(text)
+    with pytest.raises(CacheError, match=rf"sample 1 .*000000\.json {message}.*`megatron-kd capture --repair`"):
         CacheReader(cache).read(1)
     assert not verify(cache, "inventory").ok
-    cache.commit_path(0).unlink()  # as the message advises
+    discard_shard(cache, 0)
     assert write_shard(cache, 0, [make_row(s, n, temperatures=(1.0, 2.0)) for s, n in enumerate((300, 1, 700))])
     assert verify(cache, "deep").ok
+
+
+def test_a_record_that_cannot_be_read_is_not_called_damaged(whole: tuple[Cache, list[Row]]) -> None:
+    cache, _ = whole
+    commit_path(cache, 0).unlink()
+    commit_path(cache, 0).symlink_to(commit_path(cache, 0).name)  # ELOOP
+    with pytest.raises(CacheError) as caught:
+        CacheReader(cache).read(1)
+    assert str(caught.value).endswith("000000.json cannot be read: Too many levels of symbolic links")
+
+
+def test_the_record_of_an_import_is_removed_by_hand(tmp_path: Path) -> None:
+    cache, _ = make_cache(tmp_path / "c", [4, 5], 1, teacher={"name": "x", "matched_by": "tokens"})
+    commit_path(cache, 1).write_text("{}")
+    with pytest.raises(CacheError, match=r"is damaged: .*; remove it and run `megatron-kd cache import` again"):
+        CacheReader(cache).read(1)
 
 
 def test_swapped_rows_are_found_by_their_hashes(whole: tuple[Cache, list[Row]]) -> None:
@@ -196,9 +222,9 @@ def test_swapped_rows_are_found_by_their_hashes(whole: tuple[Cache, list[Row]]) 
     _recommit(cache, 1, attempt=record.attempt, objects=record.objects)
     assert any("does not have the fields of shard 1" in problem for problem in verify(cache, "inventory").problems)
     moved = "000001" + record.attempt[6:]
-    shutil.copytree(cache.shards_folder / record.attempt, cache.shards_folder / moved)
-    text = cache.commit_path(1).read_text().replace(record.attempt, moved)
-    cache.commit_path(1).write_text(text)
+    shutil.copytree(shards_folder(cache) / record.attempt, shards_folder(cache) / moved)
+    text = commit_path(cache, 1).read_text().replace(record.attempt, moved)
+    commit_path(cache, 1).write_text(text)
     assert any("has other attributes" in problem for problem in verify(cache, "structure").problems)
 
 
@@ -239,11 +265,11 @@ def test_deep_finds_what_another_program_wrote(
 
 def test_inspect(whole: tuple[Cache, list[Row]]) -> None:
     cache, rows = whole
-    summary = json.loads(json.dumps(inspect(cache.path)))
+    summary = json.loads(json.dumps(inspect(folder_of(cache))))
     tokens = sum(map(len, rows))
     assert (summary["complete"], summary["missing_samples"]) == (True, "")
     assert (summary["rows"], summary["tokens"], summary["top_k"]) == (6, tokens, 5)
-    files = [file for folder in (cache.shards_folder, cache.commits_folder) for file in folder.rglob("*.*")]
+    files = [file for folder in (shards_folder(cache), commits_folder(cache)) for file in folder.rglob("*.*")]
     on_disk = sum(file.stat().st_size for file in files if file.is_file())
     assert summary["bytes"] == on_disk
     assert summary["bytes_per_token"] == pytest.approx(on_disk / tokens)
@@ -252,9 +278,9 @@ def test_inspect(whole: tuple[Cache, list[Row]]) -> None:
     assert summary["top_k_mass"]["positions"] == len(mass)
     assert summary["top_k_mass"]["mean"] == pytest.approx(mass.mean(), abs=1e-3)
     assert sum(summary["top_k_mass"]["histogram"]) == pytest.approx(1)
-    cache.commit_path(0).unlink()
+    commit_path(cache, 0).unlink()
     summary = inspect(cache)
     assert (summary["complete"], summary["missing_samples"], summary["rows_committed"]) == (False, "0–2", 3)
-    cache.commit_path(1).unlink()
+    commit_path(cache, 1).unlink()
     summary = inspect(cache)
     assert (summary["bytes_per_token"], summary["top_k_mass"]) == (None, None)

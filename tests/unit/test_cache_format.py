@@ -18,7 +18,7 @@ from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.schema import ArraySpec, parse_array
 from megatron_kd.cache.values import VALUE_DTYPES, from_patterns, to_patterns
 from megatron_kd.errors import CacheError
-from tests.unit.cache_rows import assert_rows_equal, make_cache, rank_table
+from tests.unit.cache_rows import assert_rows_equal, folder_of, make_cache, rank_table, shards_folder
 
 SPECS = [
     ArraySpec("wide", np.dtype("<u4"), (8, 3)),
@@ -129,7 +129,7 @@ def test_whole_shard_by_zarr_python(tmp_path: Path, value_dtype: str) -> None:
     cache, rows = make_cache(tmp_path / "c", [300, 1, 700, 20], 2, value_dtype=value_dtype, temperatures=(1.0, 2.0))
     table = rank_table()
     for shard in range(2):
-        group = zarr.open_group(cache.shards_folder / read_commit(cache, shard).attempt, mode="r")
+        group = zarr.open_group(shards_folder(cache) / read_commit(cache, shard).attempt, mode="r")
         assert set(group.array_keys()) == set(cache.manifest.arrays)
         assert group.attrs["first_sample"] == 2 * shard
         offsets = group["sample_offsets"][:]
@@ -163,7 +163,7 @@ def test_example_in_the_documentation_runs(tmp_path: Path, value_dtype: str) -> 
     names: dict[str, Any] = {}
     exec(compile(example, "docs/cache.md", "exec"), names)
     for row in rows:
-        tokens, documents, ids, logprobs, tail = names["read_row"](str(cache.path), row.sample_id)
+        tokens, documents, ids, logprobs, tail = names["read_row"](str(folder_of(cache)), row.sample_id)
         if value_dtype == "bfloat16":
             wanted = from_patterns(to_patterns(row.logprobs, value_dtype), value_dtype)
         else:

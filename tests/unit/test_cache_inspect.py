@@ -17,7 +17,7 @@ from megatron_kd.cache.row import Row
 from megatron_kd.cache.store import Cache
 from megatron_kd.cache.text import printable, size_text
 from megatron_kd.errors import CacheError
-from tests.unit.cache_rows import make_cache
+from tests.unit.cache_rows import commit_path, folder_of, make_cache, shards_folder
 
 
 @pytest.fixture
@@ -35,9 +35,9 @@ def whole(tmp_path: Path) -> tuple[Cache, list[Row]]:
 
 def test_the_parts_add_up(whole: tuple[Cache, list[Row]]) -> None:
     cache, rows = whole
-    seen = json.loads(json.dumps(inspect(cache.path)))
+    seen = json.loads(json.dumps(inspect(folder_of(cache))))
     assert sum(seen["bytes_per_token_by_array"].values()) == pytest.approx(seen["bytes_per_token"])
-    on_disk = sum(cache.commit_path(shard).stat().st_size for shard in (0, 1))
+    on_disk = sum(commit_path(cache, shard).stat().st_size for shard in (0, 1))
     assert seen["bytes_per_token_by_array"]["commits"] == pytest.approx(on_disk / sum(map(len, rows)))
     assert seen["problems"] == []
 
@@ -46,7 +46,7 @@ def test_text(whole: tuple[Cache, list[Row]]) -> None:
     cache, rows = whole
     seen = inspect(cache)
     lines = inspect_text(seen).splitlines()
-    assert lines[0] == f"{cache.path}: complete"
+    assert lines[0] == f"{folder_of(cache)}: complete"
     text = "\n".join(lines)
     assert f"rows          6 of 6, {sum(map(len, rows)):,} tokens" in text
     assert "targets       top 5 of 64 as float16" in text and "temperatures  1, 2" in text
@@ -64,9 +64,9 @@ def test_text(whole: tuple[Cache, list[Row]]) -> None:
 
 def test_text_of_an_incomplete_and_an_empty_cache(whole: tuple[Cache, list[Row]]) -> None:
     cache, _ = whole
-    cache.commit_path(0).unlink()
+    commit_path(cache, 0).unlink()
     assert "incomplete, samples 0–2 are missing" in inspect_text(inspect(cache))
-    cache.commit_path(1).unlink()
+    commit_path(cache, 1).unlink()
     text = inspect_text(inspect(cache))
     assert "rows          0 of 6, 0 tokens" in text
     assert "bytes per token" not in text and "probability" not in text
@@ -74,7 +74,7 @@ def test_text_of_an_incomplete_and_an_empty_cache(whole: tuple[Cache, list[Row]]
 
 def test_a_damaged_row_does_not_hide_the_rest(whole: tuple[Cache, list[Row]]) -> None:
     cache, rows = whole
-    file = cache.shards_folder / read_commit(cache, 0).attempt / "rank" / "c.0.0"
+    file = shards_folder(cache) / read_commit(cache, 0).attempt / "rank" / "c.0.0"
     data = bytearray(file.read_bytes())
     data[40] ^= 1  # the first chunk: samples 0
     file.write_bytes(data)
@@ -90,12 +90,12 @@ def test_a_damaged_row_does_not_hide_the_rest(whole: tuple[Cache, list[Row]]) ->
 
 def test_a_damaged_record_does_not_hide_the_rest(whole: tuple[Cache, list[Row]]) -> None:
     cache, rows = whole
-    cache.commit_path(0).write_text("{")
+    commit_path(cache, 0).write_text("{")
     seen = inspect(cache)
     assert (seen["rows_committed"], seen["shards_committed"], seen["complete"]) == (3, 1, False)
     assert seen["tokens"] == sum(map(len, rows[3:]))
     assert seen["missing_samples"] == "" and "000000.json is damaged" in seen["problems"][0]
-    cache.commit_path(1).write_text("{")
+    commit_path(cache, 1).write_text("{")
     with pytest.raises(CacheError, match=r"000000\.json is damaged"):
         inspect(cache)
 
@@ -104,13 +104,13 @@ def test_samples_are_spread_over_what_is_committed(whole: tuple[Cache, list[Row]
     cache, _ = whole
     assert spread_samples(cache, 3) == [0, 2, 5]
     assert spread_samples(cache, 100) == list(range(6))
-    assert spread_samples(cache.path, 1) == [0] and spread_samples(cache, 0) == []
-    cache.commit_path(0).unlink()
+    assert spread_samples(folder_of(cache), 1) == [0] and spread_samples(cache, 0) == []
+    commit_path(cache, 0).unlink()
     assert spread_samples(cache, 2) == [3, 5]
-    cache.commit_path(1).unlink()
+    commit_path(cache, 1).unlink()
     assert spread_samples(cache, 2) == []
     short, _ = make_cache(tmp_path / "short", [4] * 7, 3)
-    short.commit_path(1).unlink()
+    commit_path(short, 1).unlink()
     assert spread_samples(short, 4) == [0, 1, 2, 6]
 
 

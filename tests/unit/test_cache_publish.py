@@ -27,7 +27,16 @@ from megatron_kd.cache.store import Cache, committed_shards, create_cache, missi
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans, remove_orphans, write_shard
 from megatron_kd.errors import CacheError
-from tests.unit.cache_rows import assert_rows_equal, make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import (
+    assert_rows_equal,
+    commit_path,
+    folder_of,
+    make_cache,
+    make_manifest,
+    make_row,
+    rank_table,
+    shards_folder,
+)
 
 FORK = multiprocessing.get_context("fork")
 
@@ -126,22 +135,22 @@ def test_impossible_manifests_and_tables_are_refused(tmp_path: Path) -> None:
 )
 def test_damaged_manifest_is_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
     cache, _ = make_cache(tmp_path / "c", [4], 1)
-    text = (cache.path / "cache.json").read_text()
+    text = (folder_of(cache) / "cache.json").read_text()
     assert CacheManifest.from_json(text, "here") == cache.manifest
-    (cache.path / "cache.json").write_text(text.replace(old, new, 1))
+    (folder_of(cache) / "cache.json").write_text(text.replace(old, new, 1))
     with pytest.raises(CacheError, match=message):
-        open_cache(cache.path)
+        open_cache(folder_of(cache))
 
 
 def test_damaged_rank_table_is_refused(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path / "c", [4], 1)
-    (table,) = cache.path.glob("rank_table-*")
+    (table,) = folder_of(cache).glob("rank_table-*")
     table.write_bytes(table.read_bytes()[:-4])
     with pytest.raises(CacheError, match="is damaged: it does not have the hash in its name"):
-        open_cache(cache.path)
+        open_cache(folder_of(cache))
     table.unlink()
     with pytest.raises(CacheError, match="without it ids cannot be decoded"):
-        open_cache(cache.path)
+        open_cache(folder_of(cache))
 
 
 def _create(i: int, queue: Any, path: Path, differ: bool) -> None:
@@ -170,7 +179,7 @@ def test_racing_writers_commit_once(tmp_path: Path) -> None:
         cache = create_cache(tmp_path / str(attempt), make_manifest(3, 3), rank_table())
         rows = _rows(cache, 0)
         assert sorted(_in_children(4, _write, cache, rows)) == [False, False, False, True]
-        assert len(list(cache.shards_folder.iterdir())) == 1
+        assert len(list(shards_folder(cache).iterdir())) == 1
         assert verify(cache, "deep").ok and not orphans(cache)
         for row in rows:
             assert_rows_equal(CacheReader(cache).read(row.sample_id), row)
@@ -183,7 +192,7 @@ def test_committed_shard_is_not_written_again(tmp_path: Path) -> None:
         raise AssertionError("rows of a committed shard were computed again")
         yield
 
-    assert not write_shard(cache.path, 0, untouched())
+    assert not write_shard(folder_of(cache), 0, untouched())
     with pytest.raises(CacheError, match="shard 2 does not exist: the cache has 2 shards"):
         write_shard(cache, 2, untouched())
 
@@ -203,7 +212,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     kills = 0
     while missing_shards(cache):
         started = FORK.Event()
-        writer = FORK.Process(target=_keep_writing, args=(cache.path, started))
+        writer = FORK.Process(target=_keep_writing, args=(folder_of(cache), started))
         writer.start()
         assert started.wait(60)  # from here on, or a busy machine would kill only processes that did nothing yet
         writer.join(rng.uniform(0.0, 0.02) if kills < most_kills else 60)
@@ -213,7 +222,7 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
             writer.join()
             kills += 1
         for shard in committed_shards(cache):
-            state = cache.commit_path(shard).stat()
+            state = commit_path(cache, shard).stat()
             assert done.setdefault(shard, (state.st_ino, state.st_mtime_ns)) == (state.st_ino, state.st_mtime_ns)
     left = orphans(cache)
     assert kills >= 15 and 5 <= len(left) <= kills, (kills, left)  # or the moments missed the writing
@@ -263,7 +272,7 @@ def test_bad_rows_are_refused_and_leave_nothing(
     bad = replace(rows[1], **{name: make(getattr(rows[1], name))})
     with pytest.raises(CacheError, match=message):
         write_shard(cache, 0, [rows[0], bad])
-    assert not committed_shards(cache) and not list(cache.shards_folder.iterdir())
+    assert not committed_shards(cache) and not list(shards_folder(cache).iterdir())
     assert write_shard(cache, 0, rows)
 
 
@@ -296,7 +305,7 @@ def test_shards_are_whole(tmp_path: Path) -> None:
         write_shard(cache, 0, rows[:1])
     with pytest.raises(CacheError, match="sample 2 is one too many"):
         write_shard(cache, 0, [*rows, make_row(2, 5)])
-    assert not list(cache.shards_folder.iterdir())
+    assert not list(shards_folder(cache).iterdir())
 
 
 def _write_with_small_files(i: int, queue: Any, cache: Cache) -> None:
@@ -372,7 +381,7 @@ def test_full_and_read_only_disk(tmp_path: Path) -> None:
 def test_commit_of_another_cache_is_refused(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path / "a", [4, 5], 1)
     other, _ = make_cache(tmp_path / "b", [4, 5], 1, teacher={"name": "other"})
-    shutil.copy(other.commit_path(0), cache.commit_path(0))
+    shutil.copy(commit_path(other, 0), commit_path(cache, 0))
     with pytest.raises(CacheError, match="belongs to the cache"):
         read_commit(cache, 0)
     with pytest.raises(CacheError, match=r"sample 0 .* belongs to the cache"):

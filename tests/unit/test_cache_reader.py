@@ -25,7 +25,7 @@ from megatron_kd.cache.row import Row
 from megatron_kd.cache.store import Cache, create_cache
 from megatron_kd.cache.writer import write_shard
 from megatron_kd.errors import CacheError
-from tests.unit.cache_rows import assert_rows_equal, make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import assert_rows_equal, folder_of, make_cache, make_manifest, make_row, rank_table
 
 # Rows shorter than a chunk, of exactly one, across several, of one token.
 LENGTHS = [255, 256, 257, 1, 3000, 40, 512, 7, 2049, 100, 5]
@@ -41,7 +41,7 @@ def ragged(tmp_path_factory: pytest.TempPathFactory) -> tuple[Cache, list[Row]]:
 def test_rows_come_back(tmp_path: Path, value_dtype: str, temperatures: tuple[float, ...]) -> None:
     lengths = [300, 1, 17]
     cache, rows = make_cache(tmp_path / "c", lengths, 2, value_dtype=value_dtype, temperatures=temperatures)
-    reader = CacheReader(cache.path)
+    reader = CacheReader(folder_of(cache))
     assert len(reader) == 3
     for row in rows:
         if value_dtype == "bfloat16":
@@ -132,7 +132,7 @@ def test_other_tokens_are_named(ragged: tuple[Cache, list[Row]]) -> None:
 
 def test_missing_rows_are_named(tmp_path: Path) -> None:
     cache = create_cache(tmp_path / "c", make_manifest(11, 3), rank_table())
-    reader = CacheReader(cache.path)
+    reader = CacheReader(folder_of(cache))
     for shard in (0, 2):
         write_shard(cache, shard, (make_row(s, 9) for s in cache.manifest.shard_samples(shard)))
     reader.read(7)

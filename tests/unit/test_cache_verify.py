@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,11 +23,11 @@ from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.store import Cache, create_cache
 from megatron_kd.cache.verify import LEVELS, Level, verify
 from megatron_kd.cache.writer import write_shard
-from tests.unit.cache_rows import make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import commit_path, make_cache, make_manifest, make_row, rank_table, shards_folder
 
 
 def _folder(cache: Cache, shard: int) -> Path:
-    return cache.shards_folder / read_commit(cache, shard).attempt
+    return shards_folder(cache) / read_commit(cache, shard).attempt
 
 
 def _flip(path: Path, byte: int) -> None:
@@ -37,7 +38,7 @@ def _flip(path: Path, byte: int) -> None:
 
 def _recommit(cache: Cache, shard: int, **change: Any) -> None:
     record = replace(read_commit(cache, shard), **change)
-    cache.commit_path(shard).write_text(record.to_json())
+    commit_path(cache, shard).write_text(record.to_json())
 
 
 @pytest.fixture
@@ -46,11 +47,11 @@ def damaged(tmp_path: Path) -> Cache:
     cache, _ = make_cache(tmp_path / "c", [70, 300, 5] * 10, 3, temperatures=(1.0, 2.0))
     _flip(_folder(cache, 2) / "rank" / "c.0.0", 30)
     _flip(_folder(cache, 2) / "loss_mask" / "c.0", 20)
-    cache.commit_path(3).write_text("{")
+    commit_path(cache, 3).write_text("{")
     _recommit(cache, 5, content_hashes=read_commit(cache, 5).content_hashes[::-1])
     (_folder(cache, 6) / "tokens" / "zarr.json").unlink()
     _flip(_folder(cache, 7) / "tail_logmass" / "c.0", -3)  # its index
-    cache.commit_path(9).unlink()
+    commit_path(cache, 9).unlink()
     return cache
 
 
@@ -64,7 +65,7 @@ def test_the_report_is_the_same_for_any_number_of_workers(damaged: Cache, level:
     assert (alone.missing_samples, alone.shards_committed, alone.rows_committed) == ("27–29", 8, 24)
     assert len(alone.orphans) == 0  # with a record that cannot be read nobody knows which they are
     for count in (2, 3):
-        assert verify(damaged.path, level, workers=count) == alone
+        assert verify(damaged.location, level, workers=count) == alone
     lines = iter(alone.problems)
     assert "samples 27–29 are missing" in next(lines)
     if level in ("crc", "deep"):
@@ -77,6 +78,32 @@ def test_the_report_is_the_same_for_any_number_of_workers(damaged: Cache, level:
     if level != "inventory":
         assert "tail_logmass/c.0: the shard index fails its crc32c" in next(lines)
     assert list(lines) == []
+
+
+_opened: list[str] | None = None
+
+
+def _note(event: str, arguments: tuple[Any, ...]) -> None:
+    if _opened is not None and event == "open":
+        _opened.append(str(arguments[0]))
+
+
+def test_only_the_shards_asked_for_are_read(damaged: Cache) -> None:
+    global _opened
+    sys.addaudithook(_note)
+    _opened = []
+    report = verify(damaged, "deep", shards=range(3, 6))
+    opened, _opened = _opened, None
+    assert report.damaged_shards == [3, 5] and report.missing_samples == ""
+    assert (report.shards_expected, report.rows_expected, report.shards_committed) == (3, 9, 2)
+    names = [Path(path).relative_to(damaged.location).parts for path in opened if path.startswith(damaged.location)]
+    assert {name[1][:6] for name in names if name[0] in ("commits", "shards")} == {"000003", "000004", "000005"}
+    holes = verify(damaged, "inventory", shards=[9, 0, 0])
+    assert holes.missing_samples == "27–29" and holes.damaged_shards == [] and holes.shards_expected == 2
+    assert verify(damaged, "deep", shards=[]).ok
+    for wrong in ([10], [-1, 3]):
+        with pytest.raises(ValueError, match=r"shards must lie in \[0, 10\), not "):
+            verify(damaged, shards=wrong)
 
 
 def test_the_order_in_which_results_arrive_does_not_matter(damaged: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +124,7 @@ def test_the_order_in_which_results_arrive_does_not_matter(damaged: Cache, monke
 def test_a_running_capture_has_holes_and_no_damage(tmp_path: Path) -> None:
     cache = create_cache(tmp_path / "c", make_manifest(6, 2), rank_table())
     write_shard(cache, 1, [make_row(2, 30), make_row(3, 40)])
-    (cache.shards_folder / "000002-of-another-rank").mkdir()
+    (shards_folder(cache) / "000002-of-another-rank").mkdir()
     report = verify(cache, "deep")
     assert (report.ok, report.damaged_shards, report.missing_samples) == (False, [], "0–1, 4–5")
     assert report.problems == ["samples 0–1, 4–5 are missing: shards 0, 2 were never committed"]
@@ -117,7 +144,7 @@ def test_text_says_what_is_damaged_and_what_is_missing(damaged: Cache) -> None:
 def test_text_of_a_cache_with_records_of_another(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path / "c", [70], 1)
     assert verify(cache).text().startswith("no problem found at level structure (1 rows of 70 tokens, ")
-    shutil.copy(cache.commit_path(0), cache.commit_path(4))
+    shutil.copy(commit_path(cache, 0), commit_path(cache, 4))
     report = verify(cache)
     assert (report.ok, report.damaged_shards, report.missing_samples) == (False, [], "")
     assert report.text().startswith("there are records of other shards than its own at level structure")

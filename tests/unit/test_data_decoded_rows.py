@@ -16,7 +16,7 @@ from megatron_kd.cache.writer import write_shard
 from megatron_kd.data.decoded_rows import CONTEXT, decode_rows, find_tokenizer
 from megatron_kd.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_kd.errors import DataError
-from tests.unit.cache_rows import make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import folder_of, make_cache, make_manifest, make_row, rank_table, shards_folder
 from tests.unit.data_tokenizers import TEXT, bpe, write_folder, write_gguf
 
 V = 300
@@ -55,7 +55,7 @@ def spoken(tmp_path: Path, tokenizer: Tokenizer) -> tuple[Cache, Row]:
 
 def test_every_position_in_words(spoken: tuple[Cache, Row], tokenizer: Tokenizer) -> None:
     cache, row = spoken
-    (decoded,) = decode_rows(cache.path, [0], tokenizer, positions=len(row), candidates=3)
+    (decoded,) = decode_rows(folder_of(cache), [0], tokenizer, positions=len(row), candidates=3)
     assert (decoded.sample_id, decoded.length, decoded.documents, decoded.top_k) == (0, len(row), 2, 5)
     assert [at.position for at in decoded.positions] == list(range(len(row)))
     boundary = int(row.document_offsets[1])
@@ -80,7 +80,7 @@ def test_every_position_in_words(spoken: tuple[Cache, Row], tokenizer: Tokenizer
 
 def test_text(spoken: tuple[Cache, Row], tokenizer: Tokenizer) -> None:
     cache, row = spoken
-    (decoded,) = decode_rows(cache.path, [0], tokenizer, positions=3)
+    (decoded,) = decode_rows(folder_of(cache), [0], tokenizer, positions=3)
     text = decoded.text()
     assert text.startswith(f"sample 0: {len(row)} tokens, 2 documents\n  position ")
     assert len(decoded.positions) == 3 and text.count("→") == 3 and text.count("; outside the top 5 0.") == 3
@@ -89,7 +89,7 @@ def test_text(spoken: tuple[Cache, Row], tokenizer: Tokenizer) -> None:
 
 def test_a_token_that_the_teacher_did_not_expect(tmp_path: Path) -> None:
     cache, rows = make_cache(tmp_path / "c", [60], 1)
-    (decoded,) = decode_rows(cache.path, [0], None, positions=100)
+    (decoded,) = decode_rows(folder_of(cache), [0], None, positions=100)
     assert [at.position for at in decoded.positions] == np.flatnonzero(rows[0].loss_mask).tolist()
     unexpected = 0
     for at in decoded.positions:
@@ -117,7 +117,7 @@ def test_control_characters_are_harmless(tmp_path: Path, tokenizer: Tokenizer) -
     write_shard(
         cache, 0, [replace(row, tokens=tokens, loss_mask=np.ones_like(row.loss_mask), document_offsets=offsets)]
     )
-    (decoded,) = decode_rows(cache.path, [0], tokenizer, positions=1000)
+    (decoded,) = decode_rows(folder_of(cache), [0], tokenizer, positions=1000)
     shown = decoded.text()
     assert all(map(str.isprintable, shown.split("\n")))
     assert shown.count("\n") == 2 * len(tokens)
@@ -126,9 +126,9 @@ def test_control_characters_are_harmless(tmp_path: Path, tokenizer: Tokenizer) -
 
 def test_a_damaged_row_says_so_and_others_are_shown(tmp_path: Path) -> None:
     cache, _ = make_cache(tmp_path / "c", [300, 300], 1)
-    file = cache.shards_folder / read_commit(cache, 0).attempt / "rank" / "c.0.0"
+    file = shards_folder(cache) / read_commit(cache, 0).attempt / "rank" / "c.0.0"
     file.write_bytes(file.read_bytes()[:-9])
-    broken, good = decode_rows(cache.path, [0, 1], None)
+    broken, good = decode_rows(folder_of(cache), [0, 1], None)
     assert "sample 0 of" in broken.text() and "bytes, its commit record says" in broken.text()
     assert broken.positions == [] and len(good.positions) == 4
 
