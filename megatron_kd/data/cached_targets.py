@@ -46,6 +46,7 @@ class CachedTargets:
         top_k: int,
         temperature: float,
         weights_sha256: str | None = None,
+        share: tuple[int, int] = (0, 1),
     ) -> None:
         """Opens the cache and compares it with the run; reads no targets.
 
@@ -54,6 +55,8 @@ class CachedTargets:
 
         Args:
             weights_sha256: of the teacher's weights, where they are at hand; those of the cache must be the same.
+            share: (i, n): look at the files of every n-th shard from the i-th on, where n ranks open one cache; each
+                shard has some twenty files, and a file system for all would be asked for all of them by each rank.
 
         Raises:
             CacheError: no cache, missing rows, samples without a row, another tokenizer, a larger vocabulary, another
@@ -84,17 +87,17 @@ class CachedTargets:
             )
         _check_teacher(path, manifest.teacher, teacher, weights_sha256)
         self._reader.require_complete()
-        self._check_files()
+        self._check_files(range(share[0], manifest.shards, share[1]))
         if manifest.corpus.get("content") == samples.manifest["content"]:
             self._rows = np.arange(len(samples))
         else:
             self._rows = rows_by_hash(cache, samples)
             logger.info("%s was made from other samples; the %d rows of %s are in it", path, len(samples), samples.path)
 
-    def _check_files(self) -> None:
+    def _check_files(self, shards: Sequence[int]) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
         path = self._cache.location
-        damaged = verify(self._cache, "inventory").problems
+        damaged = verify(self._cache, "inventory", shards=shards).problems
         if damaged:
             raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {_REPAIR.format(path)}")
 

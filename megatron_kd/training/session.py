@@ -71,9 +71,11 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
         if online and recipe.teacher.cache is not None and cache_exists(recipe.teacher.cache):
             evaluation_cached = _open_cache(recipe, samples)
         if evaluation_cached is not None:
-            # Every rank looks at its share of what the run may read; where one finds fault, all end here.
+            # Every rank looks at its share of what the run may read; where one finds fault, all end here. Neighbours
+            # go to one rank, which then reads few commit records.
             every = [*rows, *samples.splits.get(SPLIT, ())]
-            evaluation_cached.check_rows(every[dist.get_rank() :: dist.get_world_size()])
+            rank, ranks = dist.get_rank(), dist.get_world_size()
+            evaluation_cached.check_rows(every[len(every) * rank // ranks : len(every) * (rank + 1) // ranks])
     needs_teacher = online and not (for_evaluation and evaluation_cached is not None)
     teacher = MegatronTeacher(recipe, groups) if needs_teacher else None
     offline_view = Distillation(as_offline(recipe), groups, None)
@@ -97,6 +99,7 @@ def _open_cache(recipe: Recipe, samples: SampleSet) -> CachedTargets:
         top_k=recipe.teacher.top_k,
         temperature=recipe.loss.temperature,
         weights_sha256=_teacher_weights(recipe),
+        share=(dist.get_rank(), dist.get_world_size()),
     )
 
 

@@ -142,6 +142,20 @@ def test_a_cache_with_a_hole_is_refused(samples: SampleSet, teacher: ModelConfig
     refused(tmp_path / "c", samples, teacher, r"lacks samples 2.*3")
 
 
+def test_ranks_share_the_look_at_the_files(samples: SampleSet, teacher: ModelConfig, tmp_path: Path) -> None:
+    make_cache(tmp_path / "c", samples, teacher)
+    shards = open_cache(tmp_path / "c").manifest.shards
+    assert shards >= 3
+    [values] = (tmp_path / "c" / "shards").glob("000001-*/rank/c.0.0")
+    values.write_bytes(values.read_bytes()[:-1])
+    for rank in range(shards):
+        if rank == 1:
+            refused(tmp_path / "c", samples, teacher, r"000001-.*rank/c\.0\.0.* bytes", share=(rank, shards))
+        else:
+            CachedTargets(tmp_path / "c", samples, teacher=teacher, top_k=K, temperature=1.0, share=(rank, shards))
+    refused(tmp_path / "c", samples, teacher, r"000001-.*rank/c\.0\.0.* bytes")
+
+
 def subset(samples: SampleSet, ids: list[int]) -> list[PackedRow]:
     return [PackedRow(samples.tokens(i), samples.loss_mask(i), samples.document_offsets(i)) for i in ids]
 
