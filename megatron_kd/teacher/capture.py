@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_kd.cache.commits import read_commit
-from megatron_kd.cache.store import Cache, committed_shards, missing_samples, missing_shards, ranges
+from megatron_kd.cache.store import Cache, committed_shards, missing_shards, ranges, samples_of
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.device import StopOnSignal, fail_together, first_rank_tells, on_any_rank, sum_over_ranks
@@ -218,6 +218,6 @@ class _Capture:
             tokens_per_s=rows_captured * length / seconds,
             bytes_per_token=stored / max(1, sum(record.tokens for record in records)),
             complete=not missing,
-            missing_samples=missing_samples(cache),
+            missing_samples=samples_of(cache, missing),  # of one look: other jobs commit meanwhile
             stopped=stopped,
         )
