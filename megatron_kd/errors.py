@@ -21,7 +21,7 @@ class CacheError(KDError):
 
 
 class StoreUnreachableError(CacheError):
-    """The object store of a cache does not answer, which says nothing about the cache."""
+    """The disk or store of a cache does not answer, or refuses to: which says nothing about the cache."""
 
 
 class CheckpointError(KDError):

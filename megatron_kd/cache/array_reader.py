@@ -12,8 +12,8 @@ import numpy as np
 from megatron_kd.cache.array_writer import ABSENT, BLOSC, CRC_BYTES, INDEX_ENTRY
 from megatron_kd.cache.json_text import parse_json
 from megatron_kd.cache.schema import ArraySpec, parse_array
-from megatron_kd.cache.storage import Storage, open_storage
-from megatron_kd.errors import CacheError
+from megatron_kd.cache.storage import NOT_THERE, Storage, open_storage
+from megatron_kd.errors import CacheError, StoreUnreachableError
 
 MAX_METADATA_BYTES = 2**16
 
@@ -44,8 +44,10 @@ class ArrayReader:
         try:
             stored = parse_array(parse_json(storage.read("zarr.json", MAX_METADATA_BYTES)), name)
             self._file = storage.open(stored.spec.object_name)
-        except (OSError, ValueError) as error:
+        except (*NOT_THERE, ValueError) as error:
             raise CacheError(f"{storage.location} cannot be opened: {error}") from error
+        except OSError as error:
+            raise StoreUnreachableError(f"{storage.location} cannot be opened: {error}") from error
         self.close = self._file.close
         self.path, self.size = self._file.where, self._file.size
         self.spec, self.length = stored.spec, stored.length

@@ -25,7 +25,7 @@ from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import check_row, content_hash
 from megatron_kd.cache.schema import ArraySpec, parse_array
 from megatron_kd.cache.shard_reader import ShardReader
-from megatron_kd.cache.storage import Storage, StoredFile
+from megatron_kd.cache.storage import NOT_THERE, Storage, StoredFile
 from megatron_kd.cache.store import Cache, open_cache, ranges
 from megatron_kd.cache.writer import group_attributes
 from megatron_kd.errors import CacheError, StoreUnreachableError
@@ -89,7 +89,12 @@ class Found:
             return check(*args, **kwargs)
         except StoreUnreachableError:
             raise
-        except (CacheError, OSError) as error:
+        except OSError as error:
+            if not isinstance(error, NOT_THERE):
+                raise StoreUnreachableError(f"the cache cannot be read: {error}") from error
+            self.problems.append(str(error))
+            return None
+        except CacheError as error:
             if str(error) not in self.problems:
                 self.problems.append(str(error))
             return None

@@ -9,8 +9,9 @@ from typing import Any
 
 from megatron_kd.cache.identity import is_hash
 from megatron_kd.cache.json_text import parse_json
+from megatron_kd.cache.storage import NOT_THERE
 from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, reported, samples_of
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 
 _ATTEMPT = re.compile(r"([0-9]{6,9})-[0-9a-f]{32}")
 
@@ -62,7 +63,8 @@ def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
             f"committed; missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
         ) from error
     except OSError as error:
-        raise CacheError(f"{path} cannot be read: {error.strerror}") from error
+        kind = CacheError if isinstance(error, NOT_THERE) else StoreUnreachableError
+        raise kind(f"{path} cannot be read: {error.strerror}") from error
     try:
         record = CommitRecord(**parse_json(stored))
     except (ValueError, TypeError) as error:

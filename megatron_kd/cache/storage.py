@@ -21,6 +21,8 @@ from pathlib import Path
 from megatron_kd.errors import CacheError
 from megatron_kd.files import create_only, fsync_directory
 
+NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+"""What a file is missing by. Any other OSError tells of the disk or the rights of the reader, not of the cache."""
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 

@@ -80,7 +80,7 @@ def bench_cache(
         Path | None, typer.Argument(metavar="[RECIPE]", help="Measure its teacher.cache, or what its teacher captures.")
     ] = None,
     overrides: Overrides = None,
-    cache: Annotated[Path | None, typer.Option(help="Measure the rows of this cache.")] = None,
+    cache: Annotated[str | None, typer.Option(help="Measure the rows of this cache, a folder or URL.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to measure the sizes on.")] = 8192,
     row_length: Annotated[
         int | None, typer.Option(help="Capture rows of this many tokens, 2048 by default; no cache is looked for then.")
