@@ -6,6 +6,7 @@ moment leaves an attempt directory that no record names: garbage, never a wrong 
 
 from __future__ import annotations
 
+import errno
 import json
 import time
 import uuid
@@ -27,6 +28,7 @@ from megatron_kd.cache.store import Cache, committed_shards, is_rank_table, open
 from megatron_kd.cache.values import delta_encode, to_patterns
 from megatron_kd.errors import CacheError
 
+_REFUSALS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 _MASS_STRIDE = 64  # adding up every position would cost as much as compressing it; `verify` does
 
 
@@ -51,6 +53,7 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
     storage, commit = cache.storage, cache.commit_name(shard_index)
     name = f"shards/{shard_index:06d}-{uuid.uuid4().hex}"
     staged: Path | None = None
+    asked = False
     try:
         with reported(storage.where(name), "writing shard"):
             if storage.exists(commit):
@@ -58,10 +61,12 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
             staged = storage.staging(name)
             record = _write_attempt(cache, staged, name, shard_index, samples, rows)
             storage.publish(staged, name)
+            asked = True
             committed = storage.create(commit, record.to_json().encode())
-    except BaseException:
-        # A record may have been published although an error followed, or its answer was lost: then it is in use.
-        if staged is not None and not _may_be_committed(storage, commit):
+    except BaseException as error:
+        # A record may have been published although an error followed, its answer may be lost, or it may yet come about:
+        # an orphan does less harm than a record without files.
+        if staged is not None and (not asked or _surely_refused(error)) and not _may_be_committed(storage, commit):
             storage.discard(staged, name)
         raise
     # Over NFS a link that succeeded can be reported as existing (its answer was lost): the record has the truth.
@@ -70,6 +75,12 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
         return False
     storage.published(staged)
     return True
+
+
+def _surely_refused(error: BaseException) -> bool:
+    """Whether the system said no, rather than nothing, to a file's creation. ``error`` as ``reported`` raises it."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in _REFUSALS
 
 
 def _may_be_committed(storage: Storage, commit: str) -> bool:

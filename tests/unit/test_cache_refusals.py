@@ -9,9 +9,13 @@ from typing import Any
 
 import pytest
 
+from megatron_kd.cache.reader import CacheReader
+from megatron_kd.cache.storage import LocalStorage
+from megatron_kd.cache.store import create_cache
 from megatron_kd.cache.verify import verify
-from megatron_kd.errors import StoreUnreachableError
-from tests.unit.cache_rows import make_cache
+from megatron_kd.cache.writer import write_shard
+from megatron_kd.errors import CacheError, StoreUnreachableError
+from tests.unit.cache_rows import make_cache, make_manifest, make_row, rank_table
 
 
 @pytest.mark.parametrize("name", ["commits/000001.json", "rank/c.0.0", "tokens/zarr.json"])
@@ -30,3 +34,23 @@ def test_a_file_that_is_refused_is_not_damaged(
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(StoreUnreachableError, match=os.strerror(code)):
         verify(cache, "structure")
+
+
+def test_a_commit_whose_answer_never_came_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request lands after the writer has given up: the record then stands for files that are still there."""
+    cache = create_cache(tmp_path / "c", make_manifest(1, 1), rank_table())
+    late: list[tuple[LocalStorage, str, bytes]] = []
+
+    def unanswered(storage: LocalStorage, name: str, data: bytes) -> bool:
+        late.append((storage, name, data))
+        raise OSError(errno.EIO, os.strerror(errno.EIO), name)
+
+    row = make_row(0, 30)
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStorage, "create", unanswered)
+        with pytest.raises(CacheError, match="writing shard"):
+            write_shard(cache, 0, [row])
+    [(storage, name, data)] = late
+    assert storage.create(name, data)
+    assert (CacheReader(cache).read(0).ids == row.ids).all()
+    assert verify(cache, "deep").ok
