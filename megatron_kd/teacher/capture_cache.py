@@ -9,7 +9,7 @@ from typing import Any
 from megatron_kd.cache.commits import discard_shard
 from megatron_kd.cache.manifest import CacheManifest
 from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
-from megatron_kd.cache.store import Cache, cache_exists, create_cache, open_same_cache, ranges
+from megatron_kd.cache.store import Cache, cache_exists, create_cache, open_same_cache, ranges, samples_of
 from megatron_kd.cache.verify import verify
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet
@@ -157,7 +157,7 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
 
 
 def _damage(cache: Cache, damaged: list[int]) -> str:
-    samples = ranges(sample for shard in damaged for sample in cache.manifest.shard_samples(shard))
+    samples = samples_of(cache, damaged)
     what = f"shards {ranges(damaged)}" if len(damaged) > 1 else f"shard {damaged[0]}"
     return (
         f"{cache.location}: {what} (samples {samples}) {'are' if len(damaged) > 1 else 'is'} damaged; `megatron-kd "
