@@ -10,7 +10,8 @@ import torch
 import yaml
 
 from megatron_kd.config import ModelConfig, load_model
-from tests.assets import ASSETS, ROOT, _locked, smollm2_checkpoint, tiny_llama_folder
+from megatron_kd.models.hf_config import hf_config
+from tests.assets import ASSETS, ROOT, _locked, smollm2_checkpoint
 
 SMOLLM2_TOKENS = 126
 
@@ -34,38 +35,52 @@ def grouped_model(untied: bool = True, **changes: Any) -> ModelConfig:
     return ModelConfig.model_validate(values | changes)
 
 
-def hf_config(model: ModelConfig) -> Any:
-    """The ``LlamaConfig`` of an architecture."""
-    from transformers import LlamaConfig
+def tiny_qwen3(**changes: Any) -> ModelConfig:
+    """A Qwen3 with grouped queries and heads wider than the hidden size."""
+    return grouped_model(name="tiny_qwen3", family="qwen3", max_position_embeddings=256, **changes)
 
-    return LlamaConfig(
-        vocab_size=model.vocab_size,
-        hidden_size=model.hidden_size,
-        intermediate_size=model.ffn_hidden_size,
-        num_hidden_layers=model.num_layers,
-        num_attention_heads=model.num_attention_heads,
-        num_key_value_heads=model.num_query_groups,
-        head_dim=model.kv_channels,
-        max_position_embeddings=model.max_position_embeddings,
-        rms_norm_eps=model.layernorm_epsilon,
-        rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
-        tie_word_embeddings=not model.untie_embeddings_and_output_weights,
-        initializer_range=0.15,
-        attn_implementation="eager",
-    )
+
+def scaled_llama(**changes: Any) -> ModelConfig:
+    """A Llama with Llama-3 scaling: some wavelengths kept, some divided, some between, well inside 200 positions."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    return grouped_model(name="scaled", max_position_embeddings=512, rope_scaling=scaling, **changes)
+
+
+def tiny_gpt_oss(**changes: Any) -> ModelConfig:
+    """The model of ``configs/models/tiny_gpt_oss.yaml``."""
+    values = yaml.safe_load((ROOT / "configs/models/tiny_gpt_oss.yaml").read_text())
+    return ModelConfig.model_validate(values | changes)
 
 
 def random_hf_model(model: ModelConfig, seed: int = 11) -> Any:
-    """A random ``LlamaForCausalLM``; its norms are not all ones, so that a lost or misplaced norm shows."""
-    from transformers import LlamaForCausalLM
+    """A random Hugging Face model of the architecture, scaled so that whatever is lost or misplaced shows.
 
+    Norms are not all ones, biases not zeros, and the experts' activations reach their clamp.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = hf_config(model)
+    # transformers 5 reads rope_parameters.
+    for name in ("architectures", "rope_theta", "rope_scaling"):
+        del values[name]
+    config = AutoConfig.for_model(values.pop("model_type"), **values, initializer_range=0.15)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        built = LlamaForCausalLM(hf_config(model))
+        built = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
         with torch.no_grad():
             for name, parameter in built.named_parameters():
                 if "norm" in name:
                     parameter.copy_(0.5 + torch.rand_like(parameter))
+                elif "bias" in name or "sinks" in name:
+                    parameter.normal_(0.0, 0.5)
+                elif "experts" in name:
+                    parameter.mul_(4.0)
     return built.eval()
 
 
@@ -81,23 +96,16 @@ def write_oracle(built: Any, folder: Path, vocab_size: int, tokens: int = 24) ->
     return folder
 
 
-def tiny_variants(folder: Path) -> list[tuple[dict[str, Any], str]]:
-    """Architectures, each with the folder of its weights and oracle: the tiny and a grouped Llama, untied and tied."""
-    from transformers import AutoModelForCausalLM
-
-    variants = []
-    tiny = yaml.safe_load((ROOT / "configs/models/tiny_llama.yaml").read_text())
-    for untied in (True, False):
-        model = ModelConfig.model_validate(tiny | {"untie_embeddings_and_output_weights": untied})
-        built = AutoModelForCausalLM.from_pretrained(tiny_llama_folder(untied), attn_implementation="eager")
-        variants.append((model, built, folder / f"tiny_{untied}"))
-        model = grouped_model(untied)
-        variants.append((model, random_hf_model(model), folder / f"grouped_{untied}"))
-    for model, built, path in variants:
+def variants(folder: Path, models: list[ModelConfig], tokens: int = 24) -> list[tuple[dict[str, Any], str]]:
+    """Architectures, each with the folder of its random weights and its oracle."""
+    listed = []
+    for i, model in enumerate(models):
+        built, path = random_hf_model(model), folder / f"{i}_{model.name}"
         # Several files with an index, as large models come.
         built.save_pretrained(path, max_shard_size="60KB")
-        write_oracle(built, path, model.vocab_size)
-    return [(model.model_dump(mode="json"), str(path)) for model, _, path in variants]
+        write_oracle(built, path, model.vocab_size, tokens)
+        listed.append((model.model_dump(mode="json"), str(path)))
+    return listed
 
 
 def smollm2_model() -> ModelConfig:

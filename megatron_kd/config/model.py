@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatron_kd.config.base import PathString, Section
+from megatron_kd.config.rope import RopeScaling
 
 _NO_FUNCTION = {"name", "hf", "max_position_embeddings"}
 """Fields that do not change what the weights compute."""
+MOE_FAMILIES = ("gpt_oss",)
+WINDOW_FAMILIES = ("gpt_oss",)
 Positive = Annotated[int, Field(ge=1)]
 
 
@@ -19,14 +22,15 @@ class ModelConfig(Section):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     """Short name, used in reports and in the names of derived students."""
-    family: Literal["llama"] = "llama"
-    """Architecture: RMSNorm, SwiGLU, rotary positions and no biases for llama."""
+    family: Literal["llama", "qwen3", "gpt_oss"] = "llama"
+    """Architecture: RMSNorm, SwiGLU, rotary positions and no biases for llama; qwen3 has a norm of queries and keys as
+    well; gpt_oss has experts, attention sinks, sliding windows, biases and a clamped SwiGLU."""
     num_layers: Positive
     """Transformer layers."""
     hidden_size: Positive
     """Width of the residual stream."""
     ffn_hidden_size: Positive
-    """Width of the gated feed-forward layer (of one of its two halves)."""
+    """Width of the gated feed-forward layer (of one of its two halves), of one expert where there are experts."""
     num_attention_heads: Positive
     """Query heads."""
     num_query_groups: Positive
@@ -37,6 +41,16 @@ class ModelConfig(Section):
     """True vocabulary, before any padding for tensor parallelism."""
     max_position_embeddings: Positive
     """Longest sequence the model was trained for."""
+    num_moe_experts: Positive | None = None
+    """Experts of each layer; null: one dense feed-forward layer."""
+    moe_router_topk: Positive | None = None
+    """Experts that each token is sent to."""
+    window_size: Positive | None = None
+    """Positions that a sliding-window layer sees, its own included; null: all layers see everything before."""
+    window_attn_skip_freq: Positive | list[Literal[0, 1]] | None = None
+    """Which layers slide: n: all but every n-th; a list of one number a layer: 1 slides, 0 sees everything."""
+    rope_scaling: RopeScaling | None = None
+    """Scaling of the rotary positions for long contexts: rope_type llama3 or yarn with their values."""
     rotary_base: Annotated[float, Field(gt=0)] = 10000.0
     """Base of the rotary position frequencies (rope theta)."""
     layernorm_epsilon: Annotated[float, Field(gt=0, lt=1)] = 1e-5
@@ -65,6 +79,38 @@ class ModelConfig(Section):
             raise ValueError(f"kv_channels {self.kv_channels} must be even: rotary positions turn pairs of channels")
         return self
 
+    @model_validator(mode="after")
+    def _check_experts(self) -> Self:
+        experts, chosen = self.num_moe_experts, self.moe_router_topk
+        if (experts is not None) != (self.family in MOE_FAMILIES):
+            raise ValueError(
+                f"num_moe_experts is {experts}, but family {self.family} "
+                f"{'has experts: say how many' if experts is None else 'has none: remove it'}"
+            )
+        if (experts is None) != (chosen is None):
+            raise ValueError(f"num_moe_experts is {experts} and moe_router_topk {chosen}: give both or neither")
+        if experts is not None and chosen is not None and chosen > experts:
+            raise ValueError(f"moe_router_topk {chosen} is more than num_moe_experts {experts}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> Self:
+        pattern = self.window_attn_skip_freq
+        if self.window_size is not None and self.family not in WINDOW_FAMILIES:
+            raise ValueError(f"window_size is {self.window_size}, but family {self.family} has no windows: remove it")
+        if self.window_size is None and pattern is not None:
+            raise ValueError(f"window_attn_skip_freq is {pattern}, but there is no window: give window_size")
+        if isinstance(pattern, list) and len(pattern) != self.num_layers:
+            raise ValueError(
+                f"window_attn_skip_freq lists {len(pattern)} layers, num_layers is {self.num_layers}: list every layer"
+            )
+        return self
+
+    def layer_windows(self) -> list[int | None]:
+        """For each layer the positions it sees, its own included; None where it sees everything before."""
+        slides = _slides(self.window_attn_skip_freq, self.num_layers)
+        return [self.window_size if slide else None for slide in slides]
+
     def first_difference(
         self, architecture: Mapping[str, Any], ignore: Collection[str] = ()
     ) -> tuple[str, Any, Any] | None:
@@ -77,13 +123,40 @@ class ModelConfig(Section):
         Returns:
             The field, its value there and its value here; None where there is no difference.
         """
-        ours = self.model_dump(mode="json")
-        for name, theirs in architecture.items():
+        ours = _by_layer(self.model_dump(mode="json"))
+        defaults = {key: field.default for key, field in type(self).model_fields.items() if not field.is_required()}
+        # An architecture written before a field existed is one that has its default.
+        others = _by_layer({**defaults, **architecture})
+        for name, theirs in others.items():
             if name not in _NO_FUNCTION and name not in ignore and ours.get(name) != theirs:
                 return name, theirs, ours.get(name)
         return None
 
-    def with_layers(self, num_layers: int) -> ModelConfig:
-        """The same architecture with another depth, named ``<name>_<n>layers`` and without a source of weights."""
-        name = f"{self.name}_{num_layers}layers"
-        return self.model_copy(update={"num_layers": num_layers, "name": name, "hf": None})
+    def with_layers(self, keep: Sequence[int]) -> ModelConfig:
+        """The same architecture with chosen layers alone, named ``<name>_<n>layers`` and without a source of weights.
+
+        A kept layer keeps its window: the alternation of the others is no matter.
+
+        Args:
+            keep: indices from 0 of the layers, rising.
+        """
+        changes: dict[str, Any] = {"num_layers": len(keep), "name": f"{self.name}_{len(keep)}layers", "hf": None}
+        if self.window_size is not None:
+            windows = self.layer_windows()
+            changes["window_attn_skip_freq"] = [0 if windows[layer] is None else 1 for layer in keep]
+        return self.model_copy(update=changes)
+
+
+def _slides(pattern: Any, layers: int) -> list[int]:
+    """One number a layer: 1 slides, 0 sees everything before."""
+    if isinstance(pattern, int):
+        return [1 if (layer + 1) % pattern else 0 for layer in range(layers)]
+    return [1] * layers if pattern is None else list(pattern)
+
+
+def _by_layer(architecture: dict[str, Any]) -> dict[str, Any]:
+    """Windows as one number a layer, so that the ways to write them compare."""
+    layers = architecture.get("num_layers")
+    if architecture.get("window_size") is None or not isinstance(layers, int):
+        return architecture
+    return {**architecture, "window_attn_skip_freq": _slides(architecture.get("window_attn_skip_freq"), layers)}

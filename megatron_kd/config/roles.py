@@ -158,7 +158,7 @@ class StudentConfig(Section):
         """The student with the architecture that from_teacher implies. Raises ValueError on a contradiction."""
         if self.from_teacher is None:
             return self
-        cut = teacher.with_layers(len(self.from_teacher.layers(teacher.num_layers)))
+        cut = teacher.with_layers(self.from_teacher.layers(teacher.num_layers))
         if self.model not in (teacher, cut):
             given, made = self.model.model_dump(), cut.model_dump()
             keys = [key for key in made if given[key] != made[key]]

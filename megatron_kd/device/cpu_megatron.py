@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _WORKAROUNDS: dict[str, Callable[[], None]] = {}
 _applied: set[str] = set()
@@ -64,10 +65,20 @@ class CpuStream:
 
     def synchronize(self) -> None: ...
 
+    def record_event(self, event: Any = None) -> CpuStream:
+        """What has happened already is an event as good as the stream itself."""
+        return self
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, CpuStream)
+
+    def __hash__(self) -> int:
+        return 0
+
 
 @workaround
 def streams_run_in_order() -> None:
-    """DDP asks for the current stream around every gradient reduction."""
+    """DDP asks for the current stream around every gradient reduction, the token dispatcher of experts for another."""
     torch.cuda.Stream = CpuStream  # type: ignore[assignment, misc]
     torch.cuda.current_stream = lambda device=None: CpuStream()  # type: ignore[assignment, return-value]
 
@@ -128,6 +139,8 @@ def factories_build_cuda_tensors_on_cpu() -> None:
             device = kwargs.get("device")
             if device is not None and str(device).startswith("cuda"):
                 kwargs["device"] = "cpu"
+            # Pinning speeds up a copy that does not take place, and without a device it is refused.
+            kwargs.pop("pin_memory", None)
             return factory(*args, **kwargs)
 
         # Found by this name when it is pickled; the original's own is not to be found.
@@ -136,6 +149,24 @@ def factories_build_cuda_tensors_on_cpu() -> None:
 
     for name in ("tensor", "zeros", "empty", "ones", "full", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
+
+
+@workaround
+def all_to_all_takes_lists() -> None:
+    """The token dispatcher of experts hands over the numbers of tokens as arrays, which gloo's binding refuses."""
+    original = dist.all_to_all_single
+
+    @functools.wraps(original)
+    def all_to_all_single(
+        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
+    ) -> Any:
+        return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), **rest)
+
+    dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
+
+
+def _as_list(sizes: Any) -> list[int] | None:
+    return None if sizes is None else [int(size) for size in sizes]
 
 
 @workaround

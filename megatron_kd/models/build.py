@@ -6,10 +6,13 @@ import logging
 
 import torch
 from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import RowParallelLinear
 
 from megatron_kd.config import ModelConfig, ParallelismConfig
+from megatron_kd.config.rope import Llama3RopeScaling
 from megatron_kd.device import current_device
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.rope import llama3_frequencies, position_embedding_type
 from megatron_kd.models.spec import layer_spec
 from megatron_kd.models.transformer_config import Precision, params_dtype, transformer_config
 from megatron_kd.models.vocabulary import padded_vocab_size
@@ -31,20 +34,43 @@ def build_model(
     config = transformer_config(model, parallelism, precision)
     built = GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config),
+        transformer_layer_spec=layer_spec(config, groups.pp_rank),
         vocab_size=padded_vocab_size(model.vocab_size, groups.tp_size),
         max_sequence_length=model.max_position_embeddings,
         parallel_output=True,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
+        position_embedding_type=position_embedding_type(model),
+        pre_process=groups.is_first_stage,
+        post_process=groups.is_last_stage,
         rotary_base=model.rotary_base,
         pg_collection=groups.collection,
     )
+    if isinstance(model.rope_scaling, Llama3RopeScaling):
+        built.rotary_pos_emb.inv_freq = llama3_frequencies(model, model.rope_scaling).to(current_device())
     built.to(device=current_device(), dtype=params_dtype(precision))
+    _mark_experts(built)
     if not trainable:
         built.requires_grad_(False)
         built.eval()
     return built
+
+
+def _mark_experts(built: GPTModel) -> None:
+    """Says of the experts' parameters what Megatron-Core leaves out, for gradients and for checkpoints.
+
+    They see the tokens that were sent to them, whole, not a slice of every sequence: a gradient marked as sequence
+    parallel would be summed over ranks that hold other experts. And they are reduced over the expert data-parallel
+    group in every layout, so that the optimizer's state has the same structure in all.
+    """
+    for name, parameter in built.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.sequence_parallel = False
+            parameter.allreduce = False
+    for module in built.modules():
+        # Local experts add their bias in place to what this layer returns. With nothing to reduce that would be a view
+        # made by an autograd function, which may not be changed; so it is told that no reduction is its business.
+        if isinstance(module, RowParallelLinear) and module.is_expert and module.tp_group.size() == 1:
+            module.explicit_expert_comm = True
 
 
 def parameter_count(built: torch.nn.Module) -> int:

@@ -69,7 +69,7 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
     layout = ParallelismConfig()
     groups = init_model_parallel(layout, recipe.seed)
     built = build_model(model, layout, groups, "fp32", trainable=False)
-    load_hf_weights(built, model, weights, show=show_progress)
+    load_hf_weights(built, model, weights, groups, show=show_progress)
     note = {
         "source": model.hf,
         "weights_sha256": weights_sha256(weights),

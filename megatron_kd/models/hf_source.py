@@ -28,8 +28,11 @@ class HFWeights(Protocol):
         """All tensor names, sorted."""
         ...
 
-    def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU. Raises CheckpointError if there is none of that name."""
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        """One tensor, or one index of its first dimension alone, on the CPU.
+
+        Raises CheckpointError if there is none of that name, IndexError if it has no such index.
+        """
         ...
 
     def config(self) -> dict[str, Any]:
@@ -80,11 +83,11 @@ class SafetensorsFolder:
     def names(self) -> list[str]:
         return sorted(self._files)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, index: int | None = None) -> Tensor:
         if name not in self._files:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; its architecture is not the recipe's")
         with self._open(self._files[name]) as file:
-            tensor: Tensor = file.get_tensor(name)
+            tensor: Tensor = file.get_tensor(name) if index is None else file.get_slice(name)[index]
         return tensor
 
     @contextmanager
@@ -129,10 +132,10 @@ class GGUFFile:
     def names(self) -> list[str]:
         return sorted(self._state)
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, index: int | None = None) -> Tensor:
         if name not in self._state:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; its architecture is not the recipe's")
-        return self._state[name]
+        return self._state[name] if index is None else self._state[name][index]
 
     def config(self) -> dict[str, Any]:
         return self._config

@@ -22,16 +22,40 @@ class ParallelGroups:
     Attributes:
         collection: Megatron-Core's own collection, given to the model and the optimizer.
         tp_group: None when tensor parallelism is 1, so that single-rank code never touches a collective.
+        pp_group: the stages of one pipeline.
+        cp_rank, cp_size: the part of each sequence that this rank holds.
+        ep_rank, ep_size: the part of the experts that this rank holds; etp_rank, etp_size: of each expert's matrices.
+        dp_group: the ranks among which a batch is spread, context-parallel ranks included.
+        dp_rank, dp_size: which rows of a batch this rank has; context-parallel ranks have the same.
     """
 
     collection: ProcessGroupCollection
     tp_group: dist.ProcessGroup | None
     tp_rank: int
     tp_size: int
+    pp_group: dist.ProcessGroup
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    ep_rank: int
+    ep_size: int
+    etp_rank: int
+    etp_size: int
     dp_group: dist.ProcessGroup
     dp_rank: int
     dp_size: int
     sequence_parallel: bool
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether this rank has the embedding."""
+        return self.pp_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank has the head, and with it the loss."""
+        return self.pp_rank == self.pp_size - 1
 
     @property
     def is_first_tp_rank(self) -> bool:
@@ -60,6 +84,12 @@ def init_model_parallel(
             f"{world} ranks were started, but tensor_model_parallel_size × pipeline_model_parallel_size × "
             f"context_parallel_size = {tp} × {pp} × {cp} = {tp * pp * cp} must divide them"
         )
+    expert = parallelism.expert_model_parallel_size * parallelism.expert_tensor_parallel_size * pp
+    if world % expert:
+        raise LaunchError(
+            f"{world} ranks were started, but expert_model_parallel_size × expert_tensor_parallel_size × "
+            f"pipeline_model_parallel_size = {expert} must divide them"
+        )
     if not parallel_state.model_parallel_is_initialized():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=tp,
@@ -76,6 +106,15 @@ def init_model_parallel(
         tp_group=parallel_state.get_tensor_model_parallel_group() if tp > 1 else None,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         tp_size=tp,
+        pp_group=parallel_state.get_pipeline_model_parallel_group(),
+        pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
+        pp_size=pp,
+        cp_rank=parallel_state.get_context_parallel_rank(),
+        cp_size=cp,
+        ep_rank=parallel_state.get_expert_model_parallel_rank(),
+        ep_size=parallelism.expert_model_parallel_size,
+        etp_rank=parallel_state.get_expert_tensor_parallel_rank(),
+        etp_size=parallelism.expert_tensor_parallel_size,
         dp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
         dp_rank=parallel_state.get_data_parallel_rank(),
         dp_size=parallel_state.get_data_parallel_world_size(),

@@ -10,9 +10,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from megatron_kd.device import is_cuda
+from megatron_kd.models.attention import LocalAttention
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -32,13 +33,25 @@ def use_transformer_engine() -> bool:
     return is_cuda() and bool(te_extension.HAVE_TE)
 
 
-def layer_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """The specification of the decoder's layers for the device at hand."""
+def layer_spec(config: TransformerConfig, pp_rank: int = 0) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specification of the decoder's layers, those of this pipeline stage, for the device at hand."""
+    experts, normed = config.num_moe_experts, config.qk_layernorm
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec()
-    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
-    layer.submodules.input_layernorm = TorchRMSNorm
-    layer.submodules.pre_mlp_layernorm = TorchRMSNorm
-    # The local specification renames these norms to the fused Transformer Engine keys when it saves, so that both
-    # backends write the same checkpoint.
-    return TransformerBlockSubmodules(layer_specs=[layer] * config.num_layers, layer_norm=TorchRMSNorm)
+        return get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=normed
+        )
+    layer = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=normed)
+    parts = layer.submodules
+    parts.input_layernorm = TorchRMSNorm
+    parts.pre_mlp_layernorm = TorchRMSNorm
+    parts.self_attention.submodules.core_attention = LocalAttention
+    if normed:
+        parts.self_attention.submodules.q_layernorm = TorchRMSNorm
+        parts.self_attention.submodules.k_layernorm = TorchRMSNorm
+    # The local specification renames its norms to the fused Transformer Engine keys when it saves, so that both
+    # backends write the same checkpoint; but before experts Transformer Engine has a norm by itself.
+    if experts is not None:
+        renamed = {k: v for k, v in parts.sharded_state_dict_keys_map.items() if k != "pre_mlp_layernorm."}
+        parts.sharded_state_dict_keys_map = renamed
+    layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchRMSNorm)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
 from megatron_kd.config import ModelConfig, ParallelismConfig
 from megatron_kd.device import is_cuda
+from megatron_kd.models.families import family_of
+from megatron_kd.models.families.gpt_oss import GPT_OSS
+from megatron_kd.models.rope import set_yarn
 
 Precision = Literal["fp32", "bf16"]
 
@@ -19,43 +23,55 @@ def params_dtype(precision: Precision) -> torch.dtype:
 
 
 def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, precision: Precision) -> TransformerConfig:
-    """The configuration of a Llama-style decoder: RMSNorm, SwiGLU, grouped queries, rotary positions, no biases.
+    """The configuration of a decoder: RMSNorm, SwiGLU, grouped queries and rotary positions, and what its family adds.
 
     Fusions that need CUDA kernels are on only there. Dropout is 0 everywhere: distillation trains against a fixed
     teacher, and Megatron-Core's random states are not forked on the CPU.
     """
     cuda = is_cuda()
-    return TransformerConfig(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        normalization="RMSNorm",
-        layernorm_epsilon=model.layernorm_epsilon,
-        gated_linear_unit=True,
-        activation_func=torch.nn.functional.silu,
-        add_bias_linear=False,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        tensor_model_parallel_size=parallelism.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallelism.pipeline_model_parallel_size,
-        context_parallel_size=parallelism.context_parallel_size,
-        sequence_parallel=parallelism.sequence_parallel,
-        params_dtype=params_dtype(precision),
-        pipeline_dtype=params_dtype(precision),
-        bf16=precision == "bf16",
-        use_cpu_initialization=not cuda,
-        perform_initialization=True,
+    family = family_of(model)
+    fields: dict[str, Any] = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "ffn_hidden_size": model.ffn_hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.num_query_groups,
+        "kv_channels": model.kv_channels,
+        "normalization": "RMSNorm",
+        "layernorm_epsilon": model.layernorm_epsilon,
+        "gated_linear_unit": True,
+        "activation_func": torch.nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "tensor_model_parallel_size": parallelism.tensor_model_parallel_size,
+        "pipeline_model_parallel_size": parallelism.pipeline_model_parallel_size,
+        "context_parallel_size": parallelism.context_parallel_size,
+        "sequence_parallel": parallelism.sequence_parallel,
+        "params_dtype": params_dtype(precision),
+        "pipeline_dtype": params_dtype(precision),
+        "bf16": precision == "bf16",
+        "use_cpu_initialization": not cuda,
+        "perform_initialization": True,
         # The loss is a sum over tokens; the schedule divides by the unmasked tokens of the global batch.
-        calculate_per_token_loss=True,
-        attention_softmax_in_fp32=True,
-        bias_dropout_fusion=cuda,
-        masked_softmax_fusion=False,  # its kernels come with apex alone; Transformer Engine has its own
+        "calculate_per_token_loss": True,
+        "attention_softmax_in_fp32": True,
+        "bias_dropout_fusion": cuda,
+        "masked_softmax_fusion": False,  # its kernels come with apex alone; Transformer Engine has its own
         # In the local path this fusion clamps before the bias is added: another function.
-        bias_activation_fusion=False,
-        persist_layer_norm=False,
-        gradient_accumulation_fusion=False,
-        apply_rope_fusion=False,
-    )
+        "bias_activation_fusion": False,
+        "persist_layer_norm": False,
+        "gradient_accumulation_fusion": False,
+        "apply_rope_fusion": False,
+        "moe_permute_fusion": False,
+        "moe_grouped_gemm": cuda and model.num_moe_experts is not None and bool(HAVE_TE),
+        "qk_layernorm": family.qk_layernorm,
+        "expert_model_parallel_size": parallelism.expert_model_parallel_size,
+        # Always said: it defaults to the tensor-parallel size.
+        "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size,
+        # Sinks are exchanged along heads; without them keys and values travel round the ranks.
+        "cp_comm_type": "a2a" if family is GPT_OSS else "p2p",
+    }
+    config = TransformerConfig(**{**fields, **family.transformer(model)})
+    set_yarn(config, model)
+    return config

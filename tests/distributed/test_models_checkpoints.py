@@ -47,7 +47,7 @@ def chosen_layers_rank(rank: int, world: int, hf: str, path: str) -> list[str]:
     for tp in [size for size in (1, 2) if world % size == 0]:
         layout, groups = join(tp, tp > 1)
         teacher = dict(imported(grouped_model(), hf, layout, groups, trainable=False).named_parameters())
-        student_model = grouped_model().with_layers(len(KEEP))
+        student_model = grouped_model().with_layers(KEEP)
         student = build_model(student_model, layout, groups, "fp32", trainable=True)
         load_weights(student, student_model, Path(path), keep_layers=KEEP)
         for name, value in student.named_parameters():
@@ -126,7 +126,7 @@ def refusals_rank(rank: int, world: int, path: str, cases: list[str]) -> dict[st
         attempt(case, grouped_model(), Path(path) / case)
     for case, (changes, _) in OTHER_MODELS.items():
         attempt(case, grouped_model(**changes), Path(path) / "good")
-    attempt("cut from half a file", grouped_model().with_layers(2), Path(path) / "half of one file", KEEP)
+    attempt("cut from half a file", grouped_model().with_layers(KEEP), Path(path) / "half of one file", KEEP)
     return errors
 
 

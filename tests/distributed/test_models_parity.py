@@ -1,4 +1,4 @@
-"""Megatron-Core models against Hugging Face's: logits and gradients in every layout, and chosen layers."""
+"""Megatron-Core models against Hugging Face's: logits and gradients of every family in every layout."""
 
 from __future__ import annotations
 
@@ -12,12 +12,47 @@ import torch.distributed as dist
 from megatron_kd.config import ModelConfig, ParallelismConfig
 from megatron_kd.testing import run_distributed
 from tests.assets import smollm2_checkpoint
-from tests.models_oracles import smollm2_hf_folder, smollm2_model, tiny_variants
+from tests.models_oracles import (
+    grouped_model,
+    scaled_llama,
+    smollm2_hf_folder,
+    smollm2_model,
+    tiny_gpt_oss,
+    tiny_qwen3,
+    variants,
+)
 
-LAYOUTS = [(1, False), (2, False), (2, True), (4, False), (4, True)]
+Layout = dict[str, Any]
+TP, PP, CP, EP = (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
+SP = "sequence_parallel"
+DENSE: list[Layout] = [
+    {},
+    {TP: 2},
+    {TP: 2, SP: True},
+    {TP: 4, SP: True},
+    {PP: 2},
+    {CP: 2},
+    {TP: 2, SP: True, PP: 2},
+    {PP: 2, CP: 2},
+]
+EXPERTS: list[Layout] = [
+    {},
+    {EP: 2},
+    {TP: 2, SP: True},
+    {TP: 2, SP: True, EP: 2},
+    {TP: 2, SP: True, EP: 4},
+    {PP: 2},
+    {PP: 4},
+    {CP: 2},
+    {CP: 2, EP: 4},
+    {PP: 2, EP: 2},
+    {TP: 2, SP: True, PP: 2},
+    {TP: 2, SP: True, PP: 2, EP: 2},
+    {TP: 2, SP: True, CP: 2, EP: 2},
+]
 
 
-def join(tp: int, sequence_parallel: bool) -> tuple[ParallelismConfig, Any]:
+def join(**layout: Any) -> tuple[ParallelismConfig, Any]:
     """New model-parallel groups over the ranks there are."""
     from megatron.core import parallel_state
 
@@ -26,8 +61,8 @@ def join(tp: int, sequence_parallel: bool) -> tuple[ParallelismConfig, Any]:
 
     select_device("cpu")
     parallel_state.destroy_model_parallel()
-    layout = ParallelismConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence_parallel)
-    return layout, init_model_parallel(layout, seed=1)
+    parallelism = ParallelismConfig(**layout)
+    return parallelism, init_model_parallel(parallelism, seed=1)
 
 
 def imported(model: ModelConfig, folder: str, layout: ParallelismConfig, groups: Any, trainable: bool) -> Any:
@@ -37,91 +72,123 @@ def imported(model: ModelConfig, folder: str, layout: ParallelismConfig, groups:
     from megatron_kd.models.load import load_hf_weights
 
     built = build_model(model, layout, groups, "fp32", trainable=trainable)
-    load_hf_weights(built, model, open_hf_weights(folder), groups.tp_rank, groups.tp_size)
+    load_hf_weights(built, model, open_hf_weights(folder), groups)
     return built
 
 
 def all_logits(built: Any, tokens: torch.Tensor, groups: Any, vocab_size: int) -> torch.Tensor:
-    """[b, s, V], gathered over the tensor-parallel group and freed of padding."""
+    """[b, s, V] of a model of one stage on whole rows, gathered over the tensor-parallel group, freed of padding."""
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     with torch.no_grad():
         local = built(tokens, positions, None)
+    return whole_vocabulary(local, groups)[..., :vocab_size]
+
+
+def whole_vocabulary(local: torch.Tensor, groups: Any) -> torch.Tensor:
+    """Gathers the last dimension over the tensor-parallel group."""
     if groups.tp_group is None:
-        return local[..., :vocab_size]
+        return local
     parts = [torch.empty_like(local) for _ in range(groups.tp_size)]
     dist.all_gather(parts, local.contiguous(), group=groups.tp_group)
-    return torch.cat(parts, dim=-1)[..., :vocab_size]
+    return torch.cat(parts, dim=-1)
 
 
-def worst_gradient(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any) -> float:
-    """The largest error of a gradient of Σ cross-entropy, relative to that parameter's largest gradient."""
-    from megatron_kd.losses import linear_topk_divergence
-    from megatron_kd.models.head import head_of, vocab_start
-    from megatron_kd.models.hf_names import entries, merged, name_of, shard
-    from megatron_kd.models.vocabulary import padded_vocab_size
-    from megatron_kd.targets import TopKTargets
-
-    tokens, labels = oracle["tokens"], oracle["labels"].t().reshape(-1)
-    count = tokens.numel()
-    nothing = TopKTargets(
-        torch.full((count, 1), -1, dtype=torch.int32), torch.full((count, 1), -torch.inf), torch.zeros(count)
+def errors(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any, documents: Any = None) -> list[float]:
+    """The largest error of this rank's logits (0 where it has none), and of a gradient of Σ cross-entropy relative to
+    that parameter's largest gradient, after the reductions that training makes."""
+    from megatron.core.distributed import (
+        DistributedDataParallel,
+        DistributedDataParallelConfig,
+        finalize_model_grads,
     )
+    from megatron.core.tensor_parallel import vocab_parallel_cross_entropy
 
-    def cross_entropy(*, hidden_states: Any, output_layer: Any, output_weight: Any, **_: Any) -> Any:
-        weight = head_of(output_layer, output_weight)
-        return linear_topk_divergence(
-            hidden_states,
-            weight,
-            nothing,
-            torch.ones(count),
-            labels=labels,
-            ce_weight=1.0,
-            vocab_size=model.vocab_size,
-            vocab_start=vocab_start(weight, groups),
-            group=groups.tp_group,
-            sequence_parallel=groups.sequence_parallel,
-        ).loss
+    from megatron_kd.data.context_slice import ContextSlice
+    from megatron_kd.models.parameters import places_in
+    from megatron_kd.models.schedule import run_schedule
 
-    positions = torch.arange(tokens.shape[1]).expand_as(tokens)
-    built(tokens, positions, None, output_processor=cross_entropy).backward()
-    padded = padded_vocab_size(model.vocab_size, groups.tp_size)
-    parameters, worst = dict(built.named_parameters()), 0.0
-    for entry, layer in entries(model):
-        ours = parameters[name_of(entry.megatron, layer)]
-        assert ours.grad is not None
-        # What Megatron-Core's finalize_model_grads does with parameters that say they saw a part of the tokens.
-        if getattr(ours, "sequence_parallel", False):
-            dist.all_reduce(ours.grad, group=groups.tp_group)
-        theirs = shard(
-            entry, merged(entry, layer, oracle["grads"].__getitem__, model, padded), groups.tp_rank, groups.tp_size
+    tokens, labels = oracle["tokens"], oracle["labels"]
+    at = ContextSlice(groups.cp_rank, groups.cp_size).positions(tokens.shape[1])
+    ddp = DistributedDataParallel(
+        config=built.config,
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False),
+        module=built,
+        pg_collection=groups.collection,
+    )
+    ddp.zero_grad_buffer()
+    built.config.finalize_model_grads_func = finalize_model_grads
+    gap = torch.zeros(())
+
+    def forward(module: Any, row: int) -> Any:
+        mine = tokens[row : row + 1, at]
+        return module(mine, at[None], None if documents is None else documents[row : row + 1]), lambda out: loss(
+            out, row
         )
-        worst = max(worst, float((ours.grad - theirs).abs().max() / theirs.abs().max().clamp(min=1e-3)))
-    return worst
+
+    def loss(local: torch.Tensor, row: int) -> Any:
+        logits = whole_vocabulary(local.detach(), groups)[..., : model.vocab_size]
+        gap.copy_(torch.maximum(gap, (logits - oracle["logits"][row : row + 1, at]).abs().max()))
+        # The padding of the vocabulary takes no part.
+        start = groups.tp_rank * local.shape[-1]
+        padding = torch.arange(start, start + local.shape[-1]) >= model.vocab_size
+        local = local.masked_fill(padding, -1e9).transpose(0, 1)
+        total = vocab_parallel_cross_entropy(local, labels[row : row + 1, at].t()).sum()
+        return total, torch.tensor(1, dtype=torch.int), total.detach()
+
+    run_schedule(
+        ddp, groups, range(len(tokens)), forward, seq_length=tokens.shape[1], micro_batch_size=1, forward_only=False
+    )
+    worst = 0.0
+    # The schedule divided by the "tokens", one a row and rank; every data-parallel rank had the same rows.
+    scale_back = len(tokens) * groups.cp_size
+    for place, parameter in places_in(built, model, groups):
+        whole = place.whole(lambda name, i: oracle["grads"][name] if i is None else oracle["grads"][name][i], model)
+        theirs = place.shard(whole, model, groups)
+        scale = max(1e-3, *(float(oracle["grads"][name].abs().max()) for name in place.hf_names))
+        gradient = parameter.main_grad * scale_back
+        worst = max(worst, float((gradient - theirs).abs().max()) / scale)
+    return [float(gap), worst]
 
 
-def parity_rank(rank: int, world: int, variants: list[tuple[dict[str, Any], str]]) -> dict[str, tuple[float, float]]:
-    """The worst error of logits and gradients of every variant in every layout."""
-    errors = {}
-    for tp, sequence_parallel in LAYOUTS:
-        layout, groups = join(tp, sequence_parallel)
-        for values, folder in variants:
+def parity_rank(
+    rank: int, world: int, models: list[tuple[dict[str, Any], str]], layouts: list[Layout]
+) -> dict[str, list[float]]:
+    """The worst error of logits and gradients of every model in every layout that this number of ranks can be."""
+    found = {}
+    for layout in layouts:
+        parallelism, groups = join(**layout)
+        for values, folder in models:
             model = ModelConfig.model_validate(values)
             oracle = torch.load(Path(folder) / "oracle.pt")
-            built = imported(model, folder, layout, groups, trainable=True)
-            logits = all_logits(built, oracle["tokens"], groups, model.vocab_size)
-            gap = float((logits - oracle["logits"]).abs().max())
-            errors[f"{Path(folder).name} tp{tp} sp{sequence_parallel}"] = (
-                gap,
-                worst_gradient(built, model, oracle, groups),
-            )
-    return errors
+            built = imported(model, folder, parallelism, groups, trainable=True)
+            found[f"{Path(folder).name} {layout}"] = errors(built, model, oracle, groups)
+    return found
 
 
-def test_tiny_models_equal_hugging_face_in_every_layout(tmp_path: Path) -> None:
-    ranks = run_distributed(parity_rank, 4, tiny_variants(tmp_path))
-    assert len(ranks[0]) == 20
-    for errors in ranks:
-        for case, (logits, gradient) in errors.items():
+@pytest.mark.parametrize("world", [4])
+def test_dense_models_equal_hugging_face_in_every_layout(world: int, tmp_path: Path) -> None:
+    models = variants(
+        tmp_path, [grouped_model(False, num_layers=4), grouped_model(num_layers=4), scaled_llama(num_layers=4)]
+    )
+    check(run_distributed(parity_rank, world, models, DENSE), len(models) * len(DENSE))
+
+
+def test_qwen3_equals_hugging_face(tmp_path: Path) -> None:
+    models = variants(tmp_path, [tiny_qwen3(num_layers=4)], tokens=40)
+    layouts = [{}, {TP: 2}, {TP: 2, SP: True}, {PP: 2}, {CP: 2}]
+    check(run_distributed(parity_rank, 2, models, layouts), len(layouts))
+
+
+def test_gpt_oss_equals_hugging_face_in_every_layout(tmp_path: Path) -> None:
+    models = variants(tmp_path, [tiny_gpt_oss()], tokens=200)
+    check(run_distributed(parity_rank, 4, models, EXPERTS, timeout_s=300.0), len(EXPERTS))
+
+
+def check(ranks: list[dict[str, list[float]]], cases: int) -> None:
+    """All logits within 2e-5, all gradients within 2e-5 of their largest (the limits are 1e-4 and 1e-3)."""
+    assert len(ranks[0]) == cases
+    for found in ranks:
+        for case, (logits, gradient) in found.items():
             assert logits < 2e-5, (case, logits)
             assert gradient < 2e-5, (case, gradient)
 
@@ -133,7 +200,7 @@ def smollm2_rank(rank: int, world: int, folder: str, checkpoint: str) -> dict[st
 
     model, oracle, figures = smollm2_model(), torch.load(Path(folder) / "oracle.pt"), {}
     for tp, sequence_parallel in ((3, True), (1, False)):
-        layout, groups = join(tp, sequence_parallel)
+        layout, groups = join(**{TP: tp, SP: sequence_parallel})
         built = imported(model, folder, layout, groups, trainable=False)
         logits = all_logits(built, oracle["tokens"], groups, model.vocab_size)
         figures[f"tp{tp} from Hugging Face"] = float((logits - oracle["logits"]).abs().max())
