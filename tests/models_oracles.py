@@ -96,11 +96,13 @@ def write_oracle(built: Any, folder: Path, vocab_size: int, tokens: int = 24) ->
     return folder
 
 
-def variants(folder: Path, models: list[ModelConfig], tokens: int = 24) -> list[tuple[dict[str, Any], str]]:
+def variants(
+    folder: Path, models: list[ModelConfig], tokens: int = 24, seed: int = 11
+) -> list[tuple[dict[str, Any], str]]:
     """Architectures, each with the folder of its random weights and its oracle."""
     listed = []
     for i, model in enumerate(models):
-        built, path = random_hf_model(model), folder / f"{i}_{model.name}"
+        built, path = random_hf_model(model, seed), folder / f"{i}_{model.name}"
         # Several files with an index, as large models come.
         built.save_pretrained(path, max_shard_size="60KB")
         write_oracle(built, path, model.vocab_size, tokens)

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 _WORKAROUNDS: dict[str, Callable[[], None]] = {}
 _applied: set[str] = set()
@@ -149,24 +148,6 @@ def factories_build_cuda_tensors_on_cpu() -> None:
 
     for name in ("tensor", "zeros", "empty", "ones", "full", "arange"):
         setattr(torch, name, on_cpu(getattr(torch, name)))
-
-
-@workaround
-def all_to_all_takes_lists() -> None:
-    """The token dispatcher of experts hands over the numbers of tokens as arrays, which gloo's binding refuses."""
-    original = dist.all_to_all_single
-
-    @functools.wraps(original)
-    def all_to_all_single(
-        output: Any, input: Any, output_split_sizes: Any = None, input_split_sizes: Any = None, **rest: Any
-    ) -> Any:
-        return original(output, input, _as_list(output_split_sizes), _as_list(input_split_sizes), **rest)
-
-    dist.all_to_all_single = all_to_all_single  # type: ignore[assignment]
-
-
-def _as_list(sizes: Any) -> list[int] | None:
-    return None if sizes is None else [int(size) for size in sizes]
 
 
 @workaround

@@ -17,8 +17,8 @@ from megatron_kd.config import ModelConfig
 from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
+from megatron_kd.models.hf_config import HF_KEYS
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
-from megatron_kd.models.load import HF_KEYS
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NO_FUNCTION = {"_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", "architectures"}
@@ -145,8 +145,9 @@ class _ModelWeights:
     def names(self) -> list[str]:
         return sorted(self._state)
 
-    def read(self, name: str) -> Tensor:
-        return self._state[name].cpu()
+    def read(self, name: str, index: int | None = None) -> Tensor:
+        tensor: Tensor = self._state[name].cpu()
+        return tensor if index is None else tensor[index]
 
     def config(self) -> dict[str, Any]:
         return self._config

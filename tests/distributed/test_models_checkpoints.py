@@ -33,7 +33,7 @@ def save_rank(rank: int, world: int, hf: str, path: str) -> None:
     """Imports at TP 2 and saves."""
     from megatron_kd.models.checkpoint import save_weights
 
-    layout, groups = join(2, True)
+    layout, groups = join(tensor_model_parallel_size=2, sequence_parallel=True)
     built = imported(grouped_model(), hf, layout, groups, trainable=False)
     save_weights(built, grouped_model(), Path(path), {"weights_sha256": "none"})
 
@@ -45,7 +45,7 @@ def chosen_layers_rank(rank: int, world: int, hf: str, path: str) -> list[str]:
 
     wrong = []
     for tp in [size for size in (1, 2) if world % size == 0]:
-        layout, groups = join(tp, tp > 1)
+        layout, groups = join(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
         teacher = dict(imported(grouped_model(), hf, layout, groups, trainable=False).named_parameters())
         student_model = grouped_model().with_layers(KEEP)
         student = build_model(student_model, layout, groups, "fp32", trainable=True)
@@ -110,7 +110,7 @@ def refusals_rank(rank: int, world: int, path: str, cases: list[str]) -> dict[st
     from megatron_kd.models.build import build_model
     from megatron_kd.models.checkpoint import load_weights
 
-    layout, groups = join(2, False)
+    layout, groups = join(tensor_model_parallel_size=2, sequence_parallel=False)
     errors = {}
 
     def attempt(case: str, model: ModelConfig, folder: Path, keep: list[int] | None = None) -> None:

@@ -145,7 +145,7 @@ def errors(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any, 
         whole = place.whole(lambda name, i: oracle["grads"][name] if i is None else oracle["grads"][name][i], model)
         theirs = place.shard(whole, model, groups)
         scale = max(1e-3, *(float(oracle["grads"][name].abs().max()) for name in place.hf_names))
-        gradient = parameter.main_grad * scale_back
+        gradient = parameter.main_grad * scale_back  # type: ignore[attr-defined]
         worst = max(worst, float((gradient - theirs).abs().max()) / scale)
     return [float(gap), worst]
 
@@ -180,7 +180,9 @@ def test_qwen3_equals_hugging_face(tmp_path: Path) -> None:
 
 
 def test_gpt_oss_equals_hugging_face_in_every_layout(tmp_path: Path) -> None:
-    models = variants(tmp_path, [tiny_gpt_oss()], tokens=200)
+    # With this seed no activation of the 256,000 lies within 1e-4 of the clamp. With another one was 2e-6 beside it:
+    # rounding then decides whether its gradient is 0 or 1, which shows as 2e-3 of a parameter's largest.
+    models = variants(tmp_path, [tiny_gpt_oss()], tokens=200, seed=12)
     check(run_distributed(parity_rank, 4, models, EXPERTS, timeout_s=300.0), len(EXPERTS))
 
 

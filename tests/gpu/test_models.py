@@ -36,7 +36,7 @@ def cuda_rank(
     layout = ParallelismConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     groups = init_model_parallel(layout, seed=1)
     built = build_model(model, layout, groups, precision, trainable=True)
-    load_hf_weights(built, model, open_hf_weights(folder), groups.tp_rank, groups.tp_size)
+    load_hf_weights(built, model, open_hf_weights(folder), groups)
     oracle = torch.load(Path(folder) / "oracle.pt")
     tokens = oracle["tokens"].to(device)
     positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)

@@ -240,7 +240,7 @@ def test_broken_files(tmp_path: Path) -> None:
         ("loss.divergence=reversed_kl", ["loss.divergence is 'reversed_kl'", "did you mean 'reverse_kl'?"]),
         ("loss.tail=truncated", ["loss.tail is 'truncated'", "did you mean 'truncate'?"]),
         ("data.packing=documents", ["'documents' is not available yet", "concatenate"]),
-        ("teacher.model=tinylama", ["no model 'tinylama'", "smollm2_135m, tiny_llama"]),
+        ("teacher.model=tinylama", ["no model 'tinylama'", "tiny_gpt_oss, tiny_llama"]),
         ("teacher.model='a b'", ["'a b' is no name of a model"]),
         ("name", ["dotted.key=value"]),
         ("=1", ["dotted.key=value"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,16 @@ from safetensors.torch import load_file, save_file
 from megatron_kd.config import ModelConfig, ParallelismConfig, load_model
 from megatron_kd.device import select_device
 from megatron_kd.errors import CheckpointError, ConfigError
-from megatron_kd.models import hf_names
+from megatron_kd.models import families
 from megatron_kd.models.build import build_model, parameter_count
 from megatron_kd.models.convert import _check_same_source
+from megatron_kd.models.families.layouts import GateAndUp, QueryKeyValue
 from megatron_kd.models.flops import forward_flops_per_token, training_flops_per_token
+from megatron_kd.models.hf_config import check_architecture
 from megatron_kd.models.hf_source import SafetensorsFolder, open_hf_weights, weights_sha256
-from megatron_kd.models.load import check_architecture, load_hf_weights
+from megatron_kd.models.load import load_hf_weights
 from megatron_kd.models.parallel import init_model_parallel
+from megatron_kd.models.parameters import places
 from megatron_kd.models.vocabulary import padded_vocab_size
 from tests.assets import ROOT
 from tests.models_oracles import grouped_model, random_hf_model
@@ -55,7 +58,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def logits_of(model: ModelConfig, source: Path, groups: Any) -> torch.Tensor:
     """[2, 24, V] of the imported model, with the recipe's architecture taken at its word."""
     built = build_model(model, ParallelismConfig(), groups, "fp32", trainable=False)
-    load_hf_weights(built, model, SafetensorsFolder(source))
+    load_hf_weights(built, model, SafetensorsFolder(source), groups)
     positions = torch.arange(TOKENS.shape[1]).expand_as(TOKENS)
     with torch.no_grad():
         logits: torch.Tensor = built(TOKENS, positions, None)
@@ -67,35 +70,46 @@ def test_imported_logits_are_hugging_faces(source: Path, groups: Any) -> None:
     torch.testing.assert_close(logits_of(grouped_model(), source, groups), expected, rtol=0, atol=1e-5)
 
 
-def _queries_first(tensors: list[torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    return torch.cat(tensors)
+class _Wrong:
+    """A layout that packs otherwise."""
+
+    def __init__(self, pack: Callable[[Sequence[torch.Tensor]], torch.Tensor], paired: bool) -> None:
+        self.pack, self.paired = pack, paired
+
+    def to_megatron(self, tensors: Sequence[torch.Tensor], model: ModelConfig) -> torch.Tensor:
+        return self.pack(list(tensors))
+
+    def to_hf(self, tensor: torch.Tensor, model: ModelConfig) -> list[torch.Tensor]:
+        raise NotImplementedError
 
 
-def _value_before_key(tensors: list[torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    return hf_names._query_key_value([tensors[0], tensors[2], tensors[1]], model)
+def _value_before_key(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return QueryKeyValue().to_megatron([tensors[0], tensors[2], tensors[1]], grouped_model())
 
 
-def _up_and_gate(tensors: list[torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    return torch.stack(tensors[::-1])
-
-
-def _interleaved(tensors: list[torch.Tensor], model: ModelConfig) -> torch.Tensor:
-    return torch.stack(tensors, dim=1).reshape(2, -1, tensors[0].shape[1])
+def _interleaved(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(list(tensors), dim=1).reshape(2, -1, tensors[0].shape[1])
 
 
 @pytest.mark.parametrize(
-    ("entry", "merge"),
-    [(1, _queries_first), (1, _value_before_key), (4, _up_and_gate), (4, _interleaved)],
+    ("name", "wrong"),
+    [
+        ("linear_qkv", _Wrong(lambda tensors: torch.cat(list(tensors)), False)),
+        ("linear_qkv", _Wrong(_value_before_key, False)),
+        ("linear_fc1", _Wrong(lambda tensors: torch.stack(list(tensors)[::-1]), True)),
+        ("linear_fc1", _Wrong(_interleaved, True)),
+    ],
     ids=["queries first", "value before key", "up before gate", "gate and up interleaved"],
 )
 def test_every_wrong_packing_shows(
-    entry: int, merge: hf_names.Merge, source: Path, groups: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, wrong: _Wrong, source: Path, groups: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from dataclasses import replace
 
-    wrong = list(hf_names.LLAMA_LAYER)
-    wrong[entry] = replace(wrong[entry], merge=merge)
-    monkeypatch.setitem(hf_names.LAYERS, "llama", tuple(wrong))
+    llama = families.FAMILIES["llama"]
+    layer = tuple(replace(e, layout=wrong) if name in e.megatron else e for e in llama.layer)
+    assert layer != llama.layer
+    monkeypatch.setitem(families.FAMILIES, "llama", replace(llama, layer=layer))
     assert (logits_of(grouped_model(), source, groups) - torch.load(source / "logits.pt")).abs().max() > 0.05
 
 
@@ -117,23 +131,24 @@ def test_every_wrong_setting_shows_and_is_refused(
 def test_query_key_value_are_packed_by_group() -> None:
     model = grouped_model(num_attention_heads=4, num_query_groups=2, kv_channels=2, hidden_size=1)
     q, k, v = torch.arange(8.0)[:, None], 100 + torch.arange(4.0)[:, None], 200 + torch.arange(4.0)[:, None]
-    packed = hf_names._query_key_value([q, k, v], model).flatten().tolist()
+    packed = QueryKeyValue().to_megatron([q, k, v], model).flatten().tolist()
     assert packed == [0, 1, 2, 3, 100, 101, 200, 201, 4, 5, 6, 7, 102, 103, 202, 203]
 
 
-def test_shards_hold_gate_rows_then_up_rows() -> None:
-    entry = hf_names.LLAMA_LAYER[4]
+def test_shards_hold_gate_rows_then_up_rows(groups: Any) -> None:
+    from dataclasses import replace
+
+    model = grouped_model()
+    place = next(place for place in places(model) if "linear_fc1" in place.entry.megatron)
     gate, up = torch.arange(4.0)[:, None], 10 + torch.arange(4.0)[:, None]
-    whole = entry.merge([gate, up], grouped_model())
-    assert [hf_names.shard(entry, whole, rank, 2).flatten().tolist() for rank in (0, 1)] == [
-        [0, 1, 10, 11],
-        [2, 3, 12, 13],
-    ]
+    whole = GateAndUp().to_megatron([gate, up], model)
+    ranks = [replace(groups, tp_rank=rank, tp_size=2) for rank in (0, 1)]
+    assert [place.shard(whole, model, rank).flatten().tolist() for rank in ranks] == [[0, 1, 10, 11], [2, 3, 12, 13]]
 
 
 def test_padding_rows_are_zero(source: Path, groups: Any) -> None:
     built = build_model(grouped_model(), ParallelismConfig(), groups, "fp32", trainable=False)
-    load_hf_weights(built, grouped_model(), SafetensorsFolder(source))
+    load_hf_weights(built, grouped_model(), SafetensorsFolder(source), groups)
     for weight in (built.embedding.word_embeddings.weight, built.output_layer.weight):
         assert weight.shape[0] == 384 and not weight[331:].any() and weight[:331].abs().sum(dim=1).min() > 0
 
@@ -150,14 +165,16 @@ def test_the_known_padded_sizes() -> None:
 
 
 def test_flops_are_those_of_the_real_model(groups: Any) -> None:
-    """torch's own count of the matrix products; the local attention computes the whole square, not half of it."""
+    """torch's own count of the matrix products; those of attention compute the whole square, not half of it."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
     model = grouped_model(vocab_size=384)  # no padding, which the formula leaves out
     built = build_model(model, ParallelismConfig(), groups, "fp32", trainable=True)
     tokens = TOKENS.clamp(max=330)
     positions = torch.arange(24).expand_as(tokens)
-    with FlopCounterMode(display=False) as counter:
+    # The fused attention of the CPU is not counted; the plain one computes the same with matrix products.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         output = built(tokens, positions, None)
         forward = counter.get_total_flops()
         output.sum().backward()
