@@ -99,7 +99,7 @@ def write_oracle(
     lengths = documents or [tokens]
     logits = torch.cat([built(part).logits for part in ids.split(lengths, dim=1)], dim=1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    oracle = {"tokens": ids, "labels": labels, "logits": logits.detach()}
+    oracle: dict[str, Any] = {"tokens": ids, "labels": labels, "logits": logits.detach()}
     oracle["grads"] = {name: p.grad for name, p in built.named_parameters()}
     if documents is not None:
         numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
