@@ -69,8 +69,13 @@ class Storage(ABC):
         """A whole file. Raises CacheError for one of more than ``limit`` bytes, before it is read."""
 
     @abstractmethod
-    def open(self, name: str) -> StoredFile:
-        """A file to read parts of."""
+    def open(self, name: str, size: int | None = None) -> StoredFile:
+        """A file to read parts of.
+
+        Args:
+            size: what is on record for it, in bytes. An object store is then not asked for it. A file of another size
+                is refused with a CacheError, here or by its first read.
+        """
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -164,8 +169,8 @@ class LocalStorage(Storage):
             check_limit(self.where(name), size, limit)
             return file.read(size)  # memory is taken for what is asked for, so not for the limit
 
-    def open(self, name: str) -> StoredFile:
-        return _LocalFile(self.path / name)
+    def open(self, name: str, size: int | None = None) -> StoredFile:
+        return _LocalFile(self.path / name, size)
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.path))
@@ -231,10 +236,11 @@ class LocalStorage(Storage):
 class _LocalFile(StoredFile):
     """Positional reads share no state, so forked processes may go on with an open one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int | None) -> None:
         self.where = str(path)
         self._descriptor, self.size = _open(path)
         self.close = weakref.finalize(self, os.close, self._descriptor)
+        check_size(self.where, self.size, size)
 
     def read(self, extents: Sequence[tuple[int, int]]) -> list[bytes]:
         return [self._pread(end - begin, begin) for begin, end in extents]
@@ -255,6 +261,12 @@ def check_limit(where: str, size: int, limit: int) -> None:
     """Raises CacheError for a file that is larger than any of its kind."""
     if size > limit:
         raise CacheError(f"{where} has {size} bytes, more than the {limit} that such a file may have")
+
+
+def check_size(where: str, size: int, recorded: int | None) -> None:
+    """Raises CacheError for a file of another size than is on record for it, if one is."""
+    if recorded is not None and size != recorded:
+        raise CacheError(f"{where} has {size} bytes, its commit record says {recorded}")
 
 
 def _open(path: Path) -> tuple[int, int]:

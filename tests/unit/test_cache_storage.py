@@ -8,14 +8,17 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_kd.cache.array_reader import ArrayReader
 from megatron_kd.cache.clean import clean
 from megatron_kd.cache.commits import discard_shard, read_commit
 from megatron_kd.cache.inspect import inspect
@@ -76,9 +79,14 @@ def test_files(storage: Storage) -> None:
     file = storage.open("a/x.bin")
     assert file.size == 10 and file.where == storage.where("a/x.bin")
     assert file.read([(8, 10), (0, 3)]) == [b"89", b"012"]
+    assert file.read([(2, 4), (2, 3), (0, 10), (9, 10)]) == [b"23", b"2", b"0123456789", b"9"]
     with pytest.raises((CacheError, OSError)):
         file.read([(8, 11)])
     file.close()
+    assert storage.open("a/x.bin", 10).read([(0, 3)]) == [b"012"]
+    for size in (9, 11):
+        with pytest.raises(CacheError, match=rf"a/x\.bin has 10 bytes, its commit record says {size}"):
+            storage.open("a/x.bin", size).read([(0, 3)])
     assert storage.below("a").read("x.bin", 10) == b"0123456789"
     assert [(f.name, f.size) for f in storage.files()] == [("a/x.bin", 10)]
     assert [f.name for f in storage.below("a").files()] == ["x.bin"]
@@ -98,6 +106,8 @@ def test_folders(storage: Storage) -> None:
     storage.create("a/attempt-2", b"neighbour")
     assert [f.name for f in storage.below("a/attempt").files()] == ["inner/big", "small"]
     assert storage.below("a/attempt").read("inner/big", len(big)) == big
+    far_apart = [(5 << 20, (5 << 20) + 3), (1, 4)]
+    assert storage.open("a/attempt/inner/big", len(big)).read(far_apart) == [big[b:e] for b, e in far_apart]
     assert storage.total_bytes("a/attempt") == len(big) + 1
     written = storage.last_written("a/attempt")
     assert written is not None and abs(written - time.time()) < 600
@@ -181,6 +191,42 @@ def test_a_whole_cache_in_an_object_store(server: dict[str, str]) -> None:
     with pytest.raises(CacheError, match=rf"sample 0 of {url} .*rank"):
         CacheReader(url).read(0)
     assert any(name in problem for problem in verify(url, "inventory").problems)
+
+
+def test_an_object_of_another_size_is_damage(server: dict[str, str]) -> None:
+    """Sizes are taken from the record and not asked for: the answers to reads must tell."""
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}/cache"
+    cache = _fill(url)
+    name = f"shards/{read_commit(cache, 0).attempt}/rank/c.0.0"
+    whole = cache.storage.read(name, 1 << 24)
+    for changed, said in (
+        (whole[:-1], rf"has {len(whole) - 1} bytes, its commit record says {len(whole)}"),
+        (whole + b"x", rf"has {len(whole) + 1} bytes, its commit record says {len(whole)}"),
+        (whole[:3], rf"is truncated: it does not have {len(whole)} bytes"),
+        (b"", rf"is truncated: it does not have {len(whole)} bytes"),
+    ):
+        cache.storage.remove(name)
+        assert cache.storage.create(name, changed)
+        with pytest.raises(CacheError, match=rf"sample 0 of {url} cannot be used: {cache.storage.where(name)} {said}"):
+            CacheReader(url).read(0)
+        assert verify(url, "structure").damaged_shards == [0]
+        file = cache.storage.open(name, len(whole))
+        with pytest.raises(CacheError, match=r"is truncated|its commit record says"):
+            file.read([(0, 4), (len(whole) - 4, len(whole))])
+
+
+def test_the_bounds_of_a_shard_come_together(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    url = _fill(f"s3://{BUCKET}/{uuid.uuid4().hex}").location
+    three = threading.Barrier(3, timeout=30)  # passed by reads that run at the same time, by no others
+    read = ArrayReader.read
+
+    def waiting(array: ArrayReader, start: int, stop: int) -> np.ndarray:
+        if array.spec.name in ("sample_offsets", "document_index", "document_starts"):
+            three.wait()
+        return read(array, start, stop)
+
+    monkeypatch.setattr(ArrayReader, "read", waiting)
+    assert_rows_equal(CacheReader(url).read(0), make_row(0, LENGTHS[0]))
 
 
 def _read_in_child(url: str, queue: Any) -> None:
