@@ -70,8 +70,8 @@ def make_batch(
     """
     ids = tuple(int(i) for i in sample_ids)
     b, s = len(ids), context.length(samples.seq_length)
-    tokens, labels = host_buffer((b, s), torch.int64), host_buffer((s, b), torch.int64)
-    weights = host_buffer((s, b), torch.float32)
+    tokens = host_buffer((b, s), torch.int64)
+    labels, weights = torch.empty((s, b), dtype=torch.int64), torch.empty((s, b), dtype=torch.float32)
     for j, sample in enumerate(ids):
         row, mask = samples.tokens(sample), samples.loss_mask(sample)
         row_labels = labels_of(row, mask)
