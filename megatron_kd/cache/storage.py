@@ -95,7 +95,12 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Publishes a file unless one of that name exists; exactly one of many racing callers gets True."""
+        """Publishes a file unless one of that name exists.
+
+        Returns:
+            Whether a file with these bytes stands there: an answer may be lost and the request sent again, which then
+            finds its own file. Of many racing callers with different data exactly one gets True.
+        """
 
     @abstractmethod
     def remove(self, name: str) -> None:

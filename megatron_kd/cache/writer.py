@@ -69,8 +69,7 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
         if staged is not None and (not asked or _surely_refused(error)) and not _may_be_committed(storage, commit):
             storage.discard(staged, name)
         raise
-    # Over NFS a link that succeeded can be reported as existing (its answer was lost): the record has the truth.
-    if not committed and read_commit(cache, shard_index).attempt != record.attempt:
+    if not committed:
         storage.discard(staged, name)
         return False
     storage.published(staged)

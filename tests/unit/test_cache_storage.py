@@ -12,6 +12,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,14 @@ from megatron_kd.cache.clean import clean
 from megatron_kd.cache.commits import discard_shard, read_commit
 from megatron_kd.cache.inspect import inspect
 from megatron_kd.cache.reader import CacheReader
+from megatron_kd.cache.row import Row
 from megatron_kd.cache.storage import LocalStorage, Storage, is_url, open_storage
 from megatron_kd.cache.storage_objects import ObjectStorage
 from megatron_kd.cache.store import Cache, cache_exists, create_cache, missing_shards
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans, remove_orphans, write_shard
 from megatron_kd.errors import CacheError
-from tests.unit.cache_object_server import BUCKET, object_server
+from tests.unit.cache_object_server import BUCKET, lossy_connection, object_server
 from tests.unit.cache_rows import assert_rows_equal, make_manifest, make_row, rank_table
 
 LENGTHS = (300, 1, 700, 20)
@@ -139,6 +141,68 @@ def test_one_of_racing_creators_wins(storage: Storage) -> None:
             racer.kill()
     (winner,) = [i for i, won in results.items() if won]
     assert storage.read("a/winner", 99) == f"by {winner}".encode()
+
+
+def test_a_put_whose_answer_was_lost_is_ours(server: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library asks again and is told that the object exists: it is this writer's, and so is the commit."""
+    lost: list[str] = []
+
+    def lose(method: str, path: str) -> bool:
+        first = method == "PUT" and path not in lost and ("/commits/" in path or path.endswith("/x"))
+        lost.extend([path] * first)
+        return first
+
+    with lossy_connection(server["AWS_ENDPOINT_URL"], lose) as endpoint:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+        url = f"s3://{BUCKET}/{uuid.uuid4().hex}"
+        storage = open_storage(url)
+        assert storage.create("x", b"ours") and len(lost) == 1
+        assert storage.create("a/x", b"ours") and len(lost) == 2
+        for others in (b"our", b"ours and more", b"else"):
+            assert not storage.create("x", others)
+        lost.clear()
+        assert not storage.create("x", b"else") and len(lost) == 1, "it exists, and nobody said so at first"
+        cache = _fill(f"{url}/c")
+        assert len(lost) == 3, "of both commits"
+        assert missing_shards(cache) == [] and orphans(cache) == []
+        assert_rows_equal(CacheReader(cache).read(3), make_row(3, LENGTHS[3]))
+        # Another writer's commit between this one's look and its put, whose answer is lost: beaten, and cleaned up.
+        discard_shard(cache, 1)
+        lost.clear()
+        rows = [make_row(s, LENGTHS[s]) for s in cache.manifest.shard_samples(1)]
+
+        def slowly() -> Iterator[Row]:
+            yield rows[0]
+            assert write_shard(cache, 1, rows)
+            lost.clear()
+            yield rows[1]
+
+        (left,) = orphans(cache)
+        assert not write_shard(cache, 1, slowly()) and len(lost) == 1
+        assert orphans(cache) == [left] and verify(cache, "deep").ok
+
+
+@pytest.mark.parametrize("theirs", [False, True])
+def test_a_commit_whose_link_was_made_and_denied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: bool) -> None:
+    """As over NFS, where the answer to a link may be lost and the second one says that the file exists."""
+    cache = create_cache(tmp_path / "c", make_manifest(1, 1), rank_table())
+    link = os.link
+    rows = [make_row(0, 300)]
+
+    def asked_twice(source: Path, target: Path) -> None:
+        with suppress(FileExistsError):
+            link(source, target)
+        link(source, target)
+
+    def slowly() -> Iterator[Row]:
+        if theirs:
+            assert write_shard(cache, 0, rows)
+        yield rows[0]
+
+    monkeypatch.setattr(os, "link", asked_twice)
+    assert write_shard(cache, 0, slowly()) is not theirs
+    assert orphans(cache) == [] and verify(cache, "deep").ok
+    assert_rows_equal(CacheReader(cache).read(0), rows[0])
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
