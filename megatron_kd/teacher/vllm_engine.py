@@ -30,6 +30,7 @@ from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.hf_layout import check_layout
 from megatron_kd.teacher.hf_loading import LoadedModel, config_sha256, described_architecture
 from megatron_kd.teacher.topk import ExtractedTopK
 from megatron_kd.teacher.vllm_logprobs import row_targets
@@ -52,7 +53,13 @@ class VLLMTeacher:
             CheckpointError: the weights are missing, damaged or not those the recipe describes, or vLLM cannot load
                 them.
         """
-        _check_layout(recipe)
+        check_layout(
+            recipe,
+            sources="a folder of safetensors",
+            spread="teacher.vllm.tensor_parallel_size",
+            value=recipe.teacher.vllm.tensor_parallel_size,
+            alone=1,
+        )
         self._teacher = recipe.teacher
         self._precision = recipe.teacher.vllm.dtype or recipe.training.precision
         with fail_together("starting vLLM"):
@@ -216,21 +223,3 @@ def _own_environment(gpus: str | None, longer: bool) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _check_layout(recipe: Recipe) -> None:
-    if recipe.teacher.model.hf is None:
-        raise ConfigError("teacher.engine is vllm, but teacher.model.hf is not set: name a folder of safetensors")
-    tp = recipe.parallelism.tensor_model_parallel_size
-    if tp != 1:
-        raise ConfigError(
-            f"teacher.engine vllm captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it set "
-            "to 1 (and sequence_parallel to false), the cache serves every layout; the teacher is spread over GPUs by "
-            "teacher.vllm.tensor_parallel_size"
-        )
-    gpus = recipe.teacher.vllm.tensor_parallel_size
-    if gpus > 1 and recipe.cluster.gpus_per_node > 1:
-        raise ConfigError(
-            f"teacher.vllm.tensor_parallel_size {gpus} takes the GPUs of a node for one rank, but "
-            f"cluster.gpus_per_node is {recipe.cluster.gpus_per_node}: set it to 1, or tensor_parallel_size to 1"
-        )

@@ -197,7 +197,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             ["cluster.gpus_per_node=2", "parallelism.tensor_model_parallel_size=2"],
             "tensor_model_parallel_size 1, not 2",
         ),
-        (["cluster.gpus_per_node=2", "teacher.vllm.tensor_parallel_size=2"], "cluster.gpus_per_node is 2"),
+        (["cluster.gpus_per_node=2", "teacher.vllm.tensor_parallel_size=2"], "or tensor_parallel_size to 1"),
         (["teacher.temperatures=[1.0,2.0]"], "at temperature 1 alone"),
         (["teacher.temperatures=[2.0]"], "at temperature 1 alone"),
         (["teacher.engine=hf", "teacher.vllm.dtype=bf16"], "vllm is set, but engine is 'hf'"),
