@@ -124,7 +124,7 @@ class Storage(ABC):
 
     @abstractmethod
     def published(self, staged: Path) -> None:
-        """Removes what staging no longer needs, once its folder is committed."""
+        """Removes what staging no longer needs, once its folder is committed or given up; nothing published."""
 
     def together[T](self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Does calls that each read from the storage; at the same time, where each costs a round trip."""

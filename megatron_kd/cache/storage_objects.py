@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +16,7 @@ from copy import copy
 from pathlib import Path
 from typing import Any
 
+from megatron_kd.cache.local_staging import make_staging, remove_staging
 from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit, check_size
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
@@ -193,7 +192,7 @@ class ObjectStorage(Storage):
         pass  # folders are parts of names
 
     def staging(self, name: str) -> Path:
-        return Path(tempfile.mkdtemp(prefix=f"megatron-kd-{Path(name).name}-"))
+        return make_staging(name.rpartition("/")[2])
 
     def publish(self, staged: Path, name: str) -> None:
         library, store = _library(self.location), self._store
@@ -203,14 +202,14 @@ class ObjectStorage(Storage):
                 library.put(store, self._full(target), path)
 
     def discard(self, staged: Path, name: str) -> None:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_staging(staged)
         try:
             self.remove(name)
         except (OSError, CacheError):
             return  # the store may be what failed; what is left there is an orphan
 
     def published(self, staged: Path) -> None:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_staging(staged)
 
     def together[T](self, calls: Sequence[Callable[[], T]]) -> list[T]:
         _library(self.location)

@@ -66,8 +66,11 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
     except BaseException as error:
         # A record may have been published although an error followed, its answer may be lost, or it may yet come about:
         # an orphan does less harm than a record without files.
-        if staged is not None and (not asked or _surely_refused(error)) and not _may_be_committed(storage, commit):
-            storage.discard(staged, name)
+        if staged is not None:
+            if (not asked or _surely_refused(error)) and not _may_be_committed(storage, commit):
+                storage.discard(staged, name)
+            else:
+                storage.published(staged)
         raise
     if not committed:
         storage.discard(staged, name)

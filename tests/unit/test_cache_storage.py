@@ -8,6 +8,7 @@ import os
 import pickle
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import uuid
@@ -23,6 +24,7 @@ from megatron_kd.cache.array_reader import ArrayReader
 from megatron_kd.cache.clean import clean
 from megatron_kd.cache.commits import discard_shard, read_commit
 from megatron_kd.cache.inspect import inspect
+from megatron_kd.cache.local_staging import make_staging, remove_staging
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
 from megatron_kd.cache.storage import LocalStorage, Storage, is_url, open_storage
@@ -30,7 +32,7 @@ from megatron_kd.cache.storage_objects import ObjectStorage
 from megatron_kd.cache.store import Cache, cache_exists, create_cache, missing_shards
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans, remove_orphans, write_shard
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 from tests.unit.cache_object_server import BUCKET, lossy_connection, object_server
 from tests.unit.cache_rows import assert_rows_equal, make_manifest, make_row, rank_table
 
@@ -203,6 +205,66 @@ def test_a_commit_whose_link_was_made_and_denied(tmp_path: Path, monkeypatch: py
     assert write_shard(cache, 0, slowly()) is not theirs
     assert orphans(cache) == [] and verify(cache, "deep").ok
     assert_rows_equal(CacheReader(cache).read(0), rows[0])
+
+
+@pytest.mark.parametrize("step", ["publish", "create"])
+def test_a_store_that_goes_away_leaves_no_local_folder(
+    server: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = create_cache(f"s3://{BUCKET}/{uuid.uuid4().hex}", make_manifest(1, 1), rank_table())
+    staged: list[Path] = []
+    there = iter([False])  # the answer to whether the shard is committed, before it is written; later there is none
+
+    def away(*_: object) -> bool:
+        staged.extend(tmp_path.iterdir())
+        raise StoreUnreachableError("no answer in three minutes")
+
+    monkeypatch.setattr(ObjectStorage, step, away)
+    monkeypatch.setattr(ObjectStorage, "exists", lambda *_: next(there) if not staged else away())
+    with pytest.raises(StoreUnreachableError, match="no answer"):
+        write_shard(cache, 0, [make_row(0, 300)])
+    assert len({*staged}) == 1 and not list(tmp_path.iterdir())
+
+
+_STAGE = """
+import sys, tempfile
+from megatron_kd.cache.local_staging import make_staging
+tempfile.tempdir = sys.argv[1]
+path = make_staging("000000-0")
+(path / "rank").write_bytes(bytes(100))
+print(path, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_what_a_killed_process_staged_is_removed_by_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    pipe = subprocess.PIPE
+    command = [sys.executable, "-c", _STAGE, str(tmp_path)]
+    children = [subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) for _ in range(3)]
+    try:
+        killed, living, fresh = (Path(child.stdout.readline().strip()) for child in children if child.stdout)
+        for i in (0, 2):
+            children[i].kill()
+            children[i].wait()
+        ours = make_staging("000001-0")
+        assert {*tmp_path.iterdir()} == {killed, living, fresh, ours}, "what is new may be one that is not locked yet"
+        for path in (killed, living, ours):
+            os.utime(path, (time.time() - 90,) * 2)
+        other = tmp_path / "another-program-s"
+        other.mkdir()
+        os.utime(other, (0, 0))
+        again = make_staging("000001-0")
+        assert {*tmp_path.iterdir()} == {living, fresh, ours, again, other}
+        assert (living / "rank").read_bytes() == bytes(100)
+        remove_staging(ours)
+        remove_staging(again)
+        assert {*tmp_path.iterdir()} == {living, fresh, other}
+    finally:
+        for child in children:
+            child.kill()
+            child.communicate()
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:
