@@ -29,7 +29,8 @@ class Batch:
         targets: of all N positions; None when the teacher runs beside the student.
         context: which positions of the rows these are.
 
-    ``labels`` and ``token_weights`` stay on the CPU: from there masked rows can be left out without a device sync.
+    ``to`` leaves ``labels`` and ``token_weights`` on the CPU: from there masked rows can be left out without a device
+    sync. The loss copies them to the device itself, so they lie in ``host_buffer`` memory like the rest.
     """
 
     sample_ids: tuple[int, ...]
@@ -70,8 +71,8 @@ def make_batch(
     """
     ids = tuple(int(i) for i in sample_ids)
     b, s = len(ids), context.length(samples.seq_length)
-    tokens = host_buffer((b, s), torch.int64)
-    labels, weights = torch.empty((s, b), dtype=torch.int64), torch.empty((s, b), dtype=torch.float32)
+    tokens, labels = host_buffer((b, s), torch.int64), host_buffer((s, b), torch.int64)
+    weights = host_buffer((s, b), torch.float32)
     for j, sample in enumerate(ids):
         row, mask = samples.tokens(sample), samples.loss_mask(sample)
         row_labels = labels_of(row, mask)
