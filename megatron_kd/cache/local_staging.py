@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
 import shutil
 import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
 
-_PREFIX = "megatron-kd-staging-"
+# Of this host only: where several share TMPDIR, some file systems keep locks to the host that took them.
+_PREFIX = f"megatron-kd-staging-{platform.node()}-"
 _NEW_S = 60.0  # a folder is not yet locked in the moment after it was made
 _held: dict[Path, int] = {}
 
 
 def make_staging(name: str) -> Path:
-    """A new folder under ``TMPDIR``. Before, removes those of this user's processes that are no more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        _remove_if_abandoned(folder)
+    """A new folder under ``TMPDIR``. Before, removes those of this user's processes here that are no more."""
+    for folder in Path(tempfile.gettempdir()).iterdir():
+        if folder.name.startswith(_PREFIX):
+            _remove_if_abandoned(folder)
     path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{name}-"))
     descriptor = _locked(path)
     if descriptor is not None:
