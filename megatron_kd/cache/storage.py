@@ -13,7 +13,7 @@ import shutil
 import stat
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +115,15 @@ class Storage(ABC):
         """A new local folder to write the files of the folder ``name`` to, for ``publish`` or ``discard``."""
 
     @abstractmethod
-    def publish(self, staged: Path, name: str) -> None:
-        """Makes the files of a staged folder durable as folder ``name``. They were synced one by one."""
+    def publish(self, staged: Path, name: str, files: Iterable[str]) -> None:
+        """Makes the files of a staged folder durable as folder ``name``. They were synced one by one.
+
+        Args:
+            files: all of them, by their names in the folder.
+
+        Raises:
+            CacheError: one is not there.
+        """
 
     @abstractmethod
     def discard(self, staged: Path, name: str) -> None:
@@ -225,7 +232,8 @@ class LocalStorage(Storage):
         path.mkdir()
         return path
 
-    def publish(self, staged: Path, name: str) -> None:
+    def publish(self, staged: Path, name: str, files: Iterable[str]) -> None:
+        check_staged(staged, files)
         for folder in sorted(path for path in staged.iterdir() if path.is_dir()):
             fsync_directory(folder)
         fsync_directory(staged)
@@ -266,6 +274,15 @@ def check_limit(where: str, size: int, limit: int) -> None:
     """Raises CacheError for a file that is larger than any of its kind."""
     if size > limit:
         raise CacheError(f"{where} has {size} bytes, more than the {limit} that such a file may have")
+
+
+def check_staged(folder: Path, files: Iterable[str]) -> None:
+    """Raises CacheError where a file that was written is gone: a commit record must not name it."""
+    for name in sorted(files):
+        if not (folder / name).is_file():
+            raise CacheError(
+                f"{folder / name} is gone: another program removes what is written there; choose another folder"
+            )
 
 
 def check_size(where: str, size: int, recorded: int | None) -> None:

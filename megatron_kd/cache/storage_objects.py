@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import copy
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_kd.cache.local_staging import make_staging, remove_staging
-from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit, check_size
+from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit, check_size, check_staged
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
 _PARALLEL = 16
@@ -194,12 +194,14 @@ class ObjectStorage(Storage):
     def staging(self, name: str) -> Path:
         return make_staging(name.rpartition("/")[2])
 
-    def publish(self, staged: Path, name: str) -> None:
+    def publish(self, staged: Path, name: str, files: Iterable[str]) -> None:
         library, store = _library(self.location), self._store
-        for path in sorted(path for path in staged.rglob("*") if path.is_file()):
-            target = f"{name}/{path.relative_to(staged).as_posix()}"
+        files = sorted(files)
+        check_staged(staged, files)
+        for file in files:
+            target = f"{name}/{file}"
             with self._translated(library, target):
-                library.put(store, self._full(target), path)
+                library.put(store, self._full(target), staged / file)
 
     def discard(self, staged: Path, name: str) -> None:
         remove_staging(staged)

@@ -60,7 +60,7 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
                 return False
             staged = storage.staging(name)
             record = _write_attempt(cache, staged, name, shard_index, samples, rows)
-            storage.publish(staged, name)
+            storage.publish(staged, name, record.objects)
             asked = True
             committed = storage.create(commit, record.to_json().encode())
     except BaseException as error:

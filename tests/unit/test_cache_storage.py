@@ -105,7 +105,10 @@ def test_folders(storage: Storage) -> None:
     big = os.urandom(6 << 20)  # more than one part of an upload
     (staged / "inner" / "big").write_bytes(big)
     (staged / "small").write_bytes(b"s")
-    storage.publish(staged, "a/attempt")
+    with pytest.raises(CacheError, match=r"gone is gone: another program"):
+        storage.publish(staged, "a/attempt", ["small", "gone"])
+    assert not storage.exists("a/attempt/small") or isinstance(storage, LocalStorage)
+    storage.publish(staged, "a/attempt", ["small", "inner/big"])
     storage.published(staged)
     storage.create("a/attempt-2", b"neighbour")
     assert [f.name for f in storage.below("a/attempt").files()] == ["inner/big", "small"]
@@ -225,6 +228,27 @@ def test_a_store_that_goes_away_leaves_no_local_folder(
     with pytest.raises(StoreUnreachableError, match="no answer"):
         write_shard(cache, 0, [make_row(0, 300)])
     assert len({*staged}) == 1 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["local", "object"])
+def test_no_shard_is_committed_whose_files_were_cleared_away(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """As by a program that purges old files from a scratch disk: those that are open can be written to the end."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if kind == "object":
+        request.getfixturevalue("server")
+    url = f"s3://{BUCKET}/{uuid.uuid4().hex}" if kind == "object" else str(tmp_path / "c")
+    cache = create_cache(url, make_manifest(1, 1), rank_table())
+
+    def purged() -> Iterator[Row]:
+        yield make_row(0, 300)
+        for path in tmp_path.glob("megatron-kd-staging-*/rank/*" if kind == "object" else "c/shards/*/rank/*"):
+            path.unlink()
+
+    with pytest.raises(CacheError, match=r"rank/.* is gone: another program removes"):
+        write_shard(cache, 0, purged())
+    assert missing_shards(cache) == [0]
 
 
 _STAGE = """
