@@ -24,6 +24,7 @@ def score_rows(
         dtype: of the log-probabilities, float16 or float32.
 
     Raises:
+        DataError: the samples cannot be read.
         RemoteRankError: another rank of the tensor-parallel group died.
     """
     batch = samples.rows(ids)
