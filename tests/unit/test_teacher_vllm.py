@@ -76,10 +76,15 @@ class LLM:
         return outputs
 
 
+def imitation() -> Any:
+    """What ``import vllm`` gives."""
+    return SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams, __version__="0.33.0")
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What ``import vllm`` gives."""
-    module = SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams, __version__="0.33.0")
+    """The module, imported by that name."""
+    module: SimpleNamespace = imitation()
     monkeypatch.setitem(sys.modules, "vllm", module)
     return module
 
