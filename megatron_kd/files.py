@@ -46,17 +46,32 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 
 
 def create_only(path: Path | str, data: bytes | str) -> bool:
-    """Publishes a file unless one of that name exists; exactly one of many racing callers gets True."""
+    """Publishes a file unless one of that name exists.
+
+    Returns:
+        Whether a file with these bytes stands there. Of many racing callers with different data exactly one gets True.
+    """
     path = Path(path)
-    temporary = _write_temporary(path, data.encode() if isinstance(data, str) else data)
+    data = data.encode() if isinstance(data, str) else data
+    temporary = _write_temporary(path, data)
     try:
         os.link(temporary, path)
+        created = True
     except FileExistsError:
-        return False
+        # Over NFS a link that succeeded and whose answer was lost is tried again, and then finds its own file.
+        created = _has_bytes(path, data)
     finally:
         temporary.unlink(missing_ok=True)
-    fsync_directory(path.parent)
-    return True
+    fsync_directory(path.parent)  # another's file too: what the caller does next may rest on it
+    return created
+
+
+def _has_bytes(path: Path, data: bytes) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return file.read(len(data) + 1) == data
+    except (FileNotFoundError, IsADirectoryError):
+        return False
 
 
 def write_json(path: Path | str, value: Any) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_kd.bench.cache_capture import ROW_LENGTH, capture_rows, find_demo_recipe
 from megatron_kd.bench.cache_formats import RANK_TABLE, Format, OwnFormat, stored_bytes
@@ -23,6 +21,7 @@ from megatron_kd.bench.cache_table import cache_table
 from megatron_kd.bench.neighbours import Neighbours
 from megatron_kd.bench.peers import PeerUnavailableError
 from megatron_kd.bench.settings import check_positive
+from megatron_kd.bench.threads import torch_threads
 from megatron_kd.cache.store import cache_exists
 from megatron_kd.config import load_recipe
 from megatron_kd.errors import ConfigError
@@ -99,7 +98,7 @@ def bench_cache(
         repeated = rows.repeated(rate_tokens)
         in_sample = OwnFormat("in_sample", "float16", rows.rank_table(in_sample=True), rows.manifest)
         with (
-            _one_thread(),
+            torch_threads(1),
             progress("bench cache", len(formats) * (1 + rounds), unit="passes", enabled=show_progress) as advance,
         ):
             neighbours = Neighbours()  # what ran beside the capture does not matter
@@ -258,13 +257,3 @@ def _neighbour_notes(neighbours: Neighbours) -> list[str]:
     if others < 0.5:
         return []
     return [f"other processes kept {others:.1f} cores busy: rates may be lower than on an idle machine, ratios hold"]
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

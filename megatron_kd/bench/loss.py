@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron_kd.bench.settings import (
     choose_setting,
 )
 from megatron_kd.bench.table import result_tables
+from megatron_kd.bench.threads import torch_threads
 from megatron_kd.device import select_device
 from megatron_kd.device.platform import CPU_NAME
 from megatron_kd.progress import Advance, progress
@@ -118,7 +119,7 @@ def bench_loss(
     results: list[dict[str, Any]] = []
     passes = len(setting.tokens) * (1 + len(OWN) + len(peers)) * (1 + rounds)
     with (
-        _threads(threads),
+        torch_threads(threads),
         bounded_host_memory() if on_cpu else nullcontext(),
         progress("bench loss", passes, unit="passes", enabled=show_progress) as advance,
     ):
@@ -199,14 +200,3 @@ def rows_of(
         )
         rows.append(asdict(row))
     return rows, notes
-
-
-@contextmanager
-def _threads(number: int | None) -> Iterator[None]:
-    before = torch.get_num_threads()
-    if number is not None:
-        torch.set_num_threads(number)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -41,25 +41,23 @@ class ArrayReader:
         """
         storage = open_storage(folder)
         name = storage.location.rpartition("/")[2]
+        self._cached: tuple[int, np.ndarray] | None = None
         try:
             stored = parse_array(parse_json(storage.read("zarr.json", MAX_METADATA_BYTES)), name)
-            self._file = storage.open(stored.spec.object_name)
+            self.spec, self.length = stored.spec, stored.length
+            if expected is not None and (self.spec.dtype, self.spec.width) != (expected.dtype, expected.width):
+                raise CacheError(
+                    f"{storage.location} holds {self.spec.dtype} {self.spec.width}, "
+                    f"cache.json needs {expected.dtype} {expected.width}"
+                )
+            self._file = storage.open(stored.spec.object_name, expected_bytes)
+            self.close = self._file.close
+            self.path, self.size = self._file.where, self._file.size
+            self._index = self._read_index(stored.index_entries, stored.index_at_start)
         except (*NOT_THERE, ValueError) as error:
             raise CacheError(f"{storage.location} cannot be opened: {error}") from error
         except OSError as error:
             raise StoreUnreachableError(f"{storage.location} cannot be opened: {error}") from error
-        self.close = self._file.close
-        self.path, self.size = self._file.where, self._file.size
-        self.spec, self.length = stored.spec, stored.length
-        if expected is not None and (self.spec.dtype, self.spec.width) != (expected.dtype, expected.width):
-            raise CacheError(
-                f"{storage.location} holds {self.spec.dtype} {self.spec.width}, "
-                f"cache.json needs {expected.dtype} {expected.width}"
-            )
-        if expected_bytes is not None and self.size != expected_bytes:
-            raise CacheError(f"{self.path} has {self.size} bytes, its commit record says {expected_bytes}")
-        self._index = self._read_index(stored.index_entries, stored.index_at_start)
-        self._cached: tuple[int, np.ndarray] | None = None
 
     def _read_index(self, entries: int, at_start: bool) -> np.ndarray:
         size = entries * 2 * INDEX_ENTRY.itemsize

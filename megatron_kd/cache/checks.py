@@ -145,7 +145,7 @@ class ShardChecker:
 
     def _open(self, shard: int) -> ShardReader:
         # Kept, because the next check is mostly one of the same shard.
-        if self._opened is None or self._opened.record.shard_index != shard:
+        if self._opened is None or self._opened.shard_index != shard:
             self._opened = ShardReader(self._cache, self._coding, shard)
         return self._opened
 
@@ -289,12 +289,12 @@ def _passes_crc(payload: np.ndarray) -> bool:
 
 def _check_content(cache: Cache, shard: ShardReader, row: int) -> None:
     manifest = cache.manifest
-    sample = manifest.shard_samples(shard.record.shard_index)[row]
+    sample = manifest.shard_samples(shard.shard_index)[row]
     try:
         decoded = shard.row(row, 0, shard.length(row))
     except CacheError as error:
         raise CacheError(f"sample {sample}: {error}") from error
-    if content_hash(decoded, manifest.value_dtype) != shard.record.content_hashes[row]:
+    if content_hash(decoded, manifest.value_dtype) != shard.content_hash(row):
         raise CacheError(f"sample {sample} in {shard.folder} does not decode to what was committed")
     check_row(
         decoded,

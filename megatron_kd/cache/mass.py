@@ -13,6 +13,8 @@ from megatron_kd.cache.row import Row
 from megatron_kd.cache.values import ROUNDING
 from megatron_kd.errors import CacheError
 
+TAIL_FLOOR = 1e-8
+"""The least probability that a tail by subtraction is given; the difference of rounded sums says nothing below it."""
 _TEACHER_TOLERANCE = 2e-4  # of float32 exponentials and sums over a vocabulary
 
 

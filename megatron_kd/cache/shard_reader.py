@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 
 from megatron_kd.cache.array_reader import ArrayReader
-from megatron_kd.cache.commits import CommitRecord, read_commit
+from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.identity import row_hash
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row
@@ -18,12 +18,19 @@ from megatron_kd.errors import CacheError
 
 
 class ShardReader:
-    """Holds the open arrays of a shard. Thread-safe and fork-safe as ``ArrayReader`` is."""
+    """Holds the open arrays of a shard, and bounds and hashes of its rows. Thread- and fork-safe as ``ArrayReader``.
+
+    Many are open at once: of the commit record only the hashes are kept, as 32 bytes a row.
+    """
 
     def __init__(self, cache: Cache, coding: IdCoding, shard_index: int) -> None:
         """Raises CacheError for a shard that is missing, damaged at its ends, or contradicts its record."""
-        self.record: CommitRecord = read_commit(cache, shard_index)
-        storage = cache.shard_storage(self.record.attempt)
+        record = read_commit(cache, shard_index)
+        self.shard_index, self._rows, self._tokens = shard_index, record.rows, record.tokens
+        self._row_hashes, self._content_hashes = (
+            b"".join(map(bytes.fromhex, hashes)) for hashes in (record.row_hashes, record.content_hashes)
+        )
+        storage = cache.shard_storage(record.attempt)
         self.folder: str = storage.location
         self._together = storage.together
         manifest = cache.manifest
@@ -31,29 +38,29 @@ class ShardReader:
         self._extra = [temperature_name(temperature) for temperature in manifest.temperatures[1:]]
         self._coding = coding
         self._first_sample = manifest.shard_samples(shard_index)[0]
-        self._row_hashes = b"".join(map(bytes.fromhex, self.record.row_hashes))
         specs = manifest.arrays
-        sizes = {name: self.record.objects[f"{name}/{spec.object_name}"]["bytes"] for name, spec in specs.items()}
+        sizes = {name: record.objects[f"{name}/{spec.object_name}"]["bytes"] for name, spec in specs.items()}
         opened = storage.together(
             [partial(ArrayReader, storage.below(name), sizes[name], spec) for name, spec in specs.items()]
         )
         self.arrays: dict[str, ArrayReader] = dict(zip(specs, opened, strict=True))
-        self._offsets = self._read_whole("sample_offsets")
-        self._document_index = self._read_whole("document_index")
-        self._document_starts = self._read_whole("document_starts")
+        bounds = ("sample_offsets", "document_index", "document_starts")
+        self._offsets, self._document_index, self._document_starts = storage.together(
+            [partial(self._read_whole, name) for name in bounds]
+        )
+        for name in bounds:
+            self.arrays.pop(name).close()  # row bounds are small and stay in memory; their files need not stay open
         self._check_lengths()
 
     def _read_whole(self, name: str) -> np.ndarray:
-        array = self.arrays.pop(name)
-        most = self.record.tokens if name == "document_starts" else self.record.rows + 1
+        array = self.arrays[name]
+        most = self._tokens if name == "document_starts" else self._rows + 1
         if array.length > most:
             raise CacheError(f"{array.path} has {array.length} elements, the commit record allows at most {most}")
-        values = array.read(0, array.length)
-        array.close()  # row bounds are small and stay in memory; their files need not stay open
-        return values
+        return array.read(0, array.length)
 
     def _check_lengths(self) -> None:
-        rows, tokens = self.record.rows, self.record.tokens
+        rows, tokens = self._rows, self._tokens
         for name, bounds, end in (
             ("sample_offsets", self._offsets, tokens),
             ("document_index", self._document_index, len(self._document_starts)),
@@ -71,6 +78,10 @@ class ShardReader:
     def hash(self, row: int) -> bytes:
         """The row's hash, as committed."""
         return self._row_hashes[16 * row : 16 * (row + 1)]
+
+    def content_hash(self, row: int) -> str:
+        """The hash of the row's content, as committed: 32 hexadecimal digits."""
+        return self._content_hashes[16 * row : 16 * (row + 1)].hex()
 
     def tokens(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens int32 [L] and document offsets int32 [D] of a whole row, proven by the row hash."""

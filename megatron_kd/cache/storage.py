@@ -13,7 +13,7 @@ import shutil
 import stat
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +69,13 @@ class Storage(ABC):
         """A whole file. Raises CacheError for one of more than ``limit`` bytes, before it is read."""
 
     @abstractmethod
-    def open(self, name: str) -> StoredFile:
-        """A file to read parts of."""
+    def open(self, name: str, size: int | None = None) -> StoredFile:
+        """A file to read parts of.
+
+        Args:
+            size: what is on record for it, in bytes. An object store is then not asked for it. A file of another size
+                is refused with a CacheError, here or by its first read.
+        """
 
     @abstractmethod
     def names(self) -> list[str]:
@@ -90,7 +95,12 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, name: str, data: bytes) -> bool:
-        """Publishes a file unless one of that name exists; exactly one of many racing callers gets True."""
+        """Publishes a file unless one of that name exists.
+
+        Returns:
+            Whether a file with these bytes stands there: an answer may be lost and the request sent again, which then
+            finds its own file. Of many racing callers with different data exactly one gets True.
+        """
 
     @abstractmethod
     def remove(self, name: str) -> None:
@@ -105,8 +115,15 @@ class Storage(ABC):
         """A new local folder to write the files of the folder ``name`` to, for ``publish`` or ``discard``."""
 
     @abstractmethod
-    def publish(self, staged: Path, name: str) -> None:
-        """Makes the files of a staged folder durable as folder ``name``. They were synced one by one."""
+    def publish(self, staged: Path, name: str, files: Iterable[str]) -> None:
+        """Makes the files of a staged folder durable as folder ``name``. They were synced one by one.
+
+        Args:
+            files: all of them, by their names in the folder.
+
+        Raises:
+            CacheError: one is not there.
+        """
 
     @abstractmethod
     def discard(self, staged: Path, name: str) -> None:
@@ -114,7 +131,7 @@ class Storage(ABC):
 
     @abstractmethod
     def published(self, staged: Path) -> None:
-        """Removes what staging no longer needs, once its folder is committed."""
+        """Removes what staging no longer needs, once its folder is committed or given up; nothing published."""
 
     def together[T](self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Does calls that each read from the storage; at the same time, where each costs a round trip."""
@@ -164,8 +181,8 @@ class LocalStorage(Storage):
             check_limit(self.where(name), size, limit)
             return file.read(size)  # memory is taken for what is asked for, so not for the limit
 
-    def open(self, name: str) -> StoredFile:
-        return _LocalFile(self.path / name)
+    def open(self, name: str, size: int | None = None) -> StoredFile:
+        return _LocalFile(self.path / name, size)
 
     def names(self) -> list[str]:
         return sorted(os.listdir(self.path))
@@ -215,7 +232,8 @@ class LocalStorage(Storage):
         path.mkdir()
         return path
 
-    def publish(self, staged: Path, name: str) -> None:
+    def publish(self, staged: Path, name: str, files: Iterable[str]) -> None:
+        check_staged(staged, files)
         for folder in sorted(path for path in staged.iterdir() if path.is_dir()):
             fsync_directory(folder)
         fsync_directory(staged)
@@ -231,10 +249,11 @@ class LocalStorage(Storage):
 class _LocalFile(StoredFile):
     """Positional reads share no state, so forked processes may go on with an open one."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, size: int | None) -> None:
         self.where = str(path)
         self._descriptor, self.size = _open(path)
         self.close = weakref.finalize(self, os.close, self._descriptor)
+        check_size(self.where, self.size, size)
 
     def read(self, extents: Sequence[tuple[int, int]]) -> list[bytes]:
         return [self._pread(end - begin, begin) for begin, end in extents]
@@ -255,6 +274,21 @@ def check_limit(where: str, size: int, limit: int) -> None:
     """Raises CacheError for a file that is larger than any of its kind."""
     if size > limit:
         raise CacheError(f"{where} has {size} bytes, more than the {limit} that such a file may have")
+
+
+def check_staged(folder: Path, files: Iterable[str]) -> None:
+    """Raises CacheError where a file that was written is gone: a commit record must not name it."""
+    for name in sorted(files):
+        if not (folder / name).is_file():
+            raise CacheError(
+                f"{folder / name} is gone: another program removes what is written there; choose another folder"
+            )
+
+
+def check_size(where: str, size: int, recorded: int | None) -> None:
+    """Raises CacheError for a file of another size than is on record for it, if one is."""
+    if recorded is not None and size != recorded:
+        raise CacheError(f"{where} has {size} bytes, its commit record says {recorded}")
 
 
 def _open(path: Path) -> tuple[int, int]:

@@ -1,32 +1,33 @@
 """Object stores (S3, Google Cloud Storage, Azure) by the library obstore.
 
 The library works in threads of its own, which a fork does not copy: a process that was forked from one that used it
-would wait for them for ever. Here it gets an error instead.
+would wait for them for ever. Here it gets an error instead. A call of it hears no Ctrl-C and may take minutes where a
+store does not answer: calls are made in threads that nobody has to wait for.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from pathlib import Path
 from typing import Any
 
-from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit
+from megatron_kd.cache.local_staging import make_staging, remove_staging
+from megatron_kd.cache.storage import Storage, StoredFile, StoredObject, check_limit, check_size, check_staged
+from megatron_kd.daemons import DaemonThreads
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
 _PARALLEL = 16
 _COALESCE = 256 * 1024  # bytes of a gap that are sooner read than skipped: a round trip is worth more
+_NO_SUCH_RANGE = "416 Range Not Satisfiable"  # the server's answer where the object ends before; no error class has it
 
 _lock = threading.Lock()
 _used_by: int | None = None  # the process in which the library runs
-_pool: ThreadPoolExecutor | None = None
+_threads: DaemonThreads | None = None
 
 
 def _renew_lock() -> None:
@@ -39,7 +40,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 def _library(url: str) -> Any:
     """The module obstore. Raises CacheError where it is not installed, or cannot work after a fork."""
-    global _used_by, _pool
+    global _used_by, _threads
     try:
         import obstore
     except ImportError as error:
@@ -48,13 +49,19 @@ def _library(url: str) -> Any:
         ) from error
     with _lock:
         if _used_by is None:
-            _used_by, _pool = os.getpid(), ThreadPoolExecutor(_PARALLEL, thread_name_prefix="object-store")
+            _used_by, _threads = os.getpid(), DaemonThreads(_PARALLEL, "object-store")
     if _used_by != os.getpid():
         raise CacheError(
             f"{url} cannot be used in a process that was forked from one that had used an object store: start "
             "processes by spawn or forkserver, or fork before the first use"
         )
     return obstore
+
+
+def _call[**P, T](do: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """A call of the library, which ``_library`` has returned before."""
+    assert _threads is not None
+    return _threads.call(do, *args, **kwargs)
 
 
 class ObjectStorage(Storage):
@@ -120,39 +127,38 @@ class ObjectStorage(Storage):
     def _head(self, name: str) -> int:
         library, store = _library(self.location), self._store
         with self._translated(library, name):
-            return int(library.head(store, self._full(name))["size"])
+            return int(_call(library.head, store, self._full(name))["size"])
 
     def read(self, name: str, limit: int) -> bytes:
         library, store = _library(self.location), self._store
         with self._translated(library, name):
-            found = library.get(store, self._full(name))
+            found = _call(library.get, store, self._full(name))
             check_limit(self.where(name), found.meta["size"], limit)
-            return bytes(found.bytes())
+            return bytes(_call(found.bytes))
 
-    def open(self, name: str) -> StoredFile:
-        return _ObjectFile(self, name, self._head(name))
+    def open(self, name: str, size: int | None = None) -> StoredFile:
+        return _ObjectFile(self, name, self._head(name) if size is None else size)
 
-    def ranges(self, name: str, extents: Sequence[tuple[int, int]]) -> list[bytes]:
-        """The bytes [begin, end) of each extent, neighbours by one request."""
+    def read_range(self, name: str, begin: int, end: int, size: int) -> bytes:
+        """The bytes [begin, end) by one request. Raises CacheError for an object that has not ``size`` bytes."""
         library, store = _library(self.location), self._store
         with self._translated(library, name):
-            parts = library.get_ranges(
-                store,
-                self._full(name),
-                starts=[begin for begin, _ in extents],
-                ends=[end for _, end in extents],
-                coalesce=_COALESCE,
-            )
-        found = [bytes(part) for part in parts]
-        for part, (begin, end) in zip(found, extents, strict=True):
-            if len(part) != end - begin:
-                raise CacheError(f"{self.where(name)} is truncated: it has no bytes up to {end}")
-        return found
+            try:
+                found = _call(library.get, store, self._full(name), options={"range": (begin, end)})
+            except library.exceptions.GenericError as error:
+                if _NO_SUCH_RANGE not in str(error):
+                    raise
+                raise CacheError(f"{self.where(name)} is truncated: it does not have {size} bytes") from error
+            check_size(self.where(name), found.meta["size"], size)
+            data = bytes(_call(found.bytes))
+        if len(data) != end - begin:
+            raise CacheError(f"{self.where(name)} is truncated: it has no bytes up to {end}")
+        return data
 
     def names(self) -> list[str]:
         library, store = _library(self.location), self._store
         with self._translated(library, ""):
-            found = library.list_with_delimiter(store, self._prefix or None)
+            found = _call(library.list_with_delimiter, store, self._prefix or None)
         paths = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
         return sorted(map(self._relative, paths))
 
@@ -161,8 +167,7 @@ class ObjectStorage(Storage):
         with self._translated(library, ""):
             found = [
                 StoredObject(self._relative(entry["path"]), entry["size"], entry["last_modified"].timestamp())
-                for part in library.list(store, prefix=self._prefix or None)
-                for entry in part
+                for entry in _call(_list, library, store, self._prefix or None)
             ]
         return sorted(found, key=lambda file: file.name)
 
@@ -176,46 +181,48 @@ class ObjectStorage(Storage):
         library, store = _library(self.location), self._store
         with self._translated(library, name):
             try:
-                library.put(store, self._full(name), data, mode="create", use_multipart=False)
+                _call(library.put, store, self._full(name), data, mode="create", use_multipart=False)
             except library.exceptions.AlreadyExistsError:
                 # A put that succeeded and whose answer was lost is tried again, and then finds its own object.
-                return bool(bytes(library.get(store, self._full(name)).bytes()) == data)
+                return _call(lambda: bytes(library.get(store, self._full(name)).bytes())) == data
         return True
 
     def remove(self, name: str) -> None:
         library, store = _library(self.location), self._store
         with self._translated(library, name):
             # A prefix is one of whole parts: neither "ab" nor "a.json" lies within "a".
-            within = [entry["path"] for part in library.list(store, prefix=self._full(name)) for entry in part]
-            library.delete(store, sorted({self._full(name), *within}))
+            within = [entry["path"] for entry in _call(_list, library, store, self._full(name))]
+            _call(library.delete, store, sorted({self._full(name), *within}))
 
     def prepare(self, *folders: str) -> None:
         pass  # folders are parts of names
 
     def staging(self, name: str) -> Path:
-        return Path(tempfile.mkdtemp(prefix=f"megatron-kd-{Path(name).name}-"))
+        return make_staging(name.rpartition("/")[2])
 
-    def publish(self, staged: Path, name: str) -> None:
+    def publish(self, staged: Path, name: str, files: Iterable[str]) -> None:
         library, store = _library(self.location), self._store
-        for path in sorted(path for path in staged.rglob("*") if path.is_file()):
-            target = f"{name}/{path.relative_to(staged).as_posix()}"
+        files = sorted(files)
+        check_staged(staged, files)
+        for file in files:
+            target = f"{name}/{file}"
             with self._translated(library, target):
-                library.put(store, self._full(target), path)
+                _call(library.put, store, self._full(target), staged / file)
 
     def discard(self, staged: Path, name: str) -> None:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_staging(staged)
         try:
             self.remove(name)
         except (OSError, CacheError):
             return  # the store may be what failed; what is left there is an orphan
 
     def published(self, staged: Path) -> None:
-        shutil.rmtree(staged, ignore_errors=True)
+        remove_staging(staged)
 
     def together[T](self, calls: Sequence[Callable[[], T]]) -> list[T]:
         _library(self.location)
-        assert _pool is not None
-        return list(_pool.map(lambda call: call(), calls))
+        assert _threads is not None
+        return _threads.map(calls)
 
 
 class _ObjectFile(StoredFile):
@@ -225,7 +232,24 @@ class _ObjectFile(StoredFile):
         self.close = lambda: None
 
     def read(self, extents: Sequence[tuple[int, int]]) -> list[bytes]:
-        return self._storage.ranges(self._name, extents)
+        # Not by the library's own reading of many ranges: it ends the process where an object is shorter than it says.
+        spans: list[tuple[int, int]] = []
+        for begin, end in sorted(extents):
+            if spans and begin - spans[-1][1] <= _COALESCE:
+                spans[-1] = (spans[-1][0], max(spans[-1][1], end))
+            else:
+                spans.append((begin, end))
+        parts = [(begin, self._storage.read_range(self._name, begin, end, self.size)) for begin, end in spans]
+        found = []
+        for begin, end in extents:
+            at, part = next((at, part) for at, part in reversed(parts) if at <= begin)
+            found.append(part if len(part) == end - begin else part[begin - at : end - at])
+        return found
+
+
+def _list(library: Any, store: Any, prefix: str | None) -> list[Any]:
+    """All objects below a prefix, which come by the thousand."""
+    return [entry for part in library.list(store, prefix=prefix) for entry in part]
 
 
 def _first_line(error: Exception) -> str:

@@ -163,11 +163,11 @@ class _Shard:
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
-        self.problems: dict[tuple[int, int], list[str]] = {}
+        self.problems: dict[tuple[int, str, int], list[str]] = {}
         self.whole = Found()
         self._waiting = 1
         self._shown = 0
-        self._weight = 0.0
+        self._weight = self._total = 0.0
 
     def take(self, check: Check, found: Found, advance: Advance) -> Iterable[Check]:
         """Notes what a check found; returns those that follow."""
@@ -175,20 +175,27 @@ class _Shard:
         self._waiting -= 1
         if check.rows is None and not check.files:
             self.whole, following = found, found.files
-            self.problems[0, 0] = found.problems
+            self._total = sum(part.weight for part in (*found.files, *found.rows))
+            found.files = []  # of all shards they would be many; rows are kept until the files are done
         else:
             self._weight += check.weight
-            checks = self.whole.files if check.files else self.whole.rows
-            self.problems[1 if check.files else 2, checks.index(check)] = found.problems
-            if check.files and not self._waiting and not any(self.problems.values()):
-                following = self.whole.rows
+        if found.problems:
+            # Reports are sorted by it: the whole shard, then files by name, then rows.
+            self.problems[_order(check)] = found.problems
+        if not self._waiting and not following:
+            following, self.whole.rows = ([] if self.problems else self.whole.rows), []
         self._waiting += len(following)
-        total = sum(part.weight for part in (*self.whole.files, *self.whole.rows))
-        shown = int(self.rows * self._weight / total) if self._waiting else self.rows
+        shown = int(self.rows * self._weight / self._total) if self._waiting else self.rows
         if shown > self._shown:
             advance(shown - self._shown)
             self._shown = shown
         return following
+
+
+def _order(check: Check) -> tuple[int, str, int]:
+    if check.files:
+        return 1, check.files[0][0], 0
+    return (2, "", check.rows[0]) if check.rows else (0, "", 0)
 
 
 def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:

@@ -60,17 +60,19 @@ def write_shard(path: Path | str | Cache, shard_index: int, rows: Iterable[Row])
                 return False
             staged = storage.staging(name)
             record = _write_attempt(cache, staged, name, shard_index, samples, rows)
-            storage.publish(staged, name)
+            storage.publish(staged, name, record.objects)
             asked = True
             committed = storage.create(commit, record.to_json().encode())
     except BaseException as error:
         # A record may have been published although an error followed, its answer may be lost, or it may yet come about:
         # an orphan does less harm than a record without files.
-        if staged is not None and (not asked or _surely_refused(error)) and not _may_be_committed(storage, commit):
-            storage.discard(staged, name)
+        if staged is not None:
+            if (not asked or _surely_refused(error)) and not _may_be_committed(storage, commit):
+                storage.discard(staged, name)
+            else:
+                storage.published(staged)
         raise
-    # Over NFS a link that succeeded can be reported as existing (its answer was lost): the record has the truth.
-    if not committed and read_commit(cache, shard_index).attempt != record.attempt:
+    if not committed:
         storage.discard(staged, name)
         return False
     storage.published(staged)

@@ -83,7 +83,8 @@ def bench_cache(
     cache: Annotated[str | None, typer.Option(help="Measure the rows of this cache, a folder or URL.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to measure the sizes on.")] = 8192,
     row_length: Annotated[
-        int | None, typer.Option(help="Capture rows of this many tokens, 2048 by default; no cache is looked for then.")
+        int | None,
+        typer.Option(help="Capture rows of this many tokens even where there is a cache; by default 2048, if none is."),
     ] = None,
     top_k: Annotated[int | None, typer.Option(help="Keep the first K tokens of each position.")] = None,
     rate_tokens: Annotated[int, typer.Option(help="Tokens to take the rates on; rows are repeated.")] = 131072,

@@ -109,7 +109,9 @@ def cache_import(
     trust_order: Annotated[
         bool, typer.Option("--trust-order", help="Rows without tokens were scored in the order of the samples.")
     ] = False,
-    first_iteration: Annotated[int, typer.Option(help="megatron-lm: the iteration that saw sample 0.")] = 0,
+    first_iteration: Annotated[
+        int, typer.Option(min=0, help="megatron-lm, files cp{C}_dp{D}__{I}.tar: the iteration that saw sample 0.")
+    ] = 0,
     json_: Json = False,
 ) -> None:
     """Fill a cache from another system's.

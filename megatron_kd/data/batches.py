@@ -29,7 +29,8 @@ class Batch:
         targets: of all N positions; None when the teacher runs beside the student.
         context: which positions of the rows these are.
 
-    ``labels`` and ``token_weights`` stay on the CPU: from there masked rows can be left out without a device sync.
+    ``to`` leaves ``labels`` and ``token_weights`` on the CPU: from there masked rows can be left out without a device
+    sync. The loss copies them to the device itself, so they lie in ``host_buffer`` memory like the rest.
     """
 
     sample_ids: tuple[int, ...]

@@ -18,6 +18,7 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_kd.cache.identity import row_hash
+from megatron_kd.data.npy_rows import NpyRows
 from megatron_kd.data.packing import PackedRow
 from megatron_kd.errors import DataError
 
@@ -52,10 +53,15 @@ class SampleSet:
         self.seq_length = int(self.manifest["request"]["seq_length"])
         self.splits = _split_ranges(self.manifest["splits"])
         n, offsets = int(self.manifest["samples"]), int(self.manifest["document_offsets"])
-        self._tokens = self._map("tokens", np.int32, (n, self.seq_length))
-        self._loss_mask = self._map("loss_mask", np.uint8, (n, self.seq_length))
-        self._document_offsets = self._map("document_offsets", np.int32, (offsets,))
-        self._row_offsets = self._map("row_offsets", np.int64, (n + 1,))
+        self._files = {
+            "tokens": self._open("tokens", np.int32, (n, self.seq_length)),
+            "loss_mask": self._open("loss_mask", np.uint8, (n, self.seq_length)),
+            "document_offsets": self._open("document_offsets", np.int32, (offsets,)),
+            "row_offsets": self._open("row_offsets", np.int64, (n + 1,)),
+        }
+        self._tokens, self._loss_mask, self._document_offsets, self._row_offsets = (
+            file.mapped for file in self._files.values()
+        )
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -84,13 +90,30 @@ class SampleSet:
         return self._document_offsets[start:end]
 
     def rows(self, ids: ArrayLike) -> RowBatch:
-        """Copies of some samples, in the order of ``ids``. Raises DataError for an id that does not exist."""
-        wanted = np.array([self._checked(int(i)) for i in np.asarray(ids).ravel()], np.int64)
+        """Copies of some samples, in the order of ``ids``, by reads that can fail (a mapped page cannot).
+
+        Raises:
+            DataError: an id that does not exist, or a file that is truncated, damaged or refused since it was opened.
+        """
+        wanted = [self._checked(int(i)) for i in np.asarray(ids).ravel()]
         return RowBatch(
-            tokens=np.array(self._tokens[wanted]),
-            loss_mask=np.array(self._loss_mask[wanted]),
-            document_offsets=[np.array(self.document_offsets(int(i))) for i in wanted],
+            tokens=self._read_rows("tokens", wanted),
+            loss_mask=self._read_rows("loss_mask", wanted),
+            document_offsets=[self._read_document_offsets(sample) for sample in wanted],
         )
+
+    def _read_rows(self, name: str, wanted: list[int]) -> NDArray[Any]:
+        file = self._files[name]
+        return np.concatenate([file.read(0, 0), *(file.read(sample, sample + 1) for sample in wanted)])
+
+    def _read_document_offsets(self, sample: int) -> NDArray[np.int32]:
+        start, stop = self._files["row_offsets"].read(sample, sample + 2).tolist()
+        try:
+            return self._files["document_offsets"].read(start, stop)
+        except IndexError as error:
+            raise DataError(
+                f"{self.path / 'row_offsets.npy'} is damaged ({error}): restore it, or prepare again"
+            ) from error
 
     def row_hash(self, sample: int) -> bytes:
         """The 16 bytes that name a row in every cache, computed from what is on disk now."""
@@ -128,21 +151,21 @@ class SampleSet:
             raise DataError(f"sample {sample} does not exist: {self.path} holds samples 0 to {len(self) - 1}")
         return sample
 
-    def _map(self, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> NDArray[Any]:
-        file = self.path / f"{name}.npy"
+    def _open(self, name: str, dtype: type[np.generic], shape: tuple[int, ...]) -> NpyRows:
+        path = self.path / f"{name}.npy"
         try:
-            # An empty file cannot be mapped.
-            array: NDArray[Any] = np.load(file, mmap_mode="r" if all(shape) else None, allow_pickle=False)
+            file = NpyRows(path)
         except (OSError, ValueError) as error:
             raise DataError(
-                f"{file} is missing or damaged ({error}): remove {self.path} and prepare it again"
+                f"{path} is missing or damaged ({error}): remove {self.path} and prepare it again"
             ) from error
+        array = file.mapped
         if array.shape != shape or array.dtype != dtype:
             raise DataError(
-                f"{file} holds {array.dtype} {array.shape}, {MANIFEST} says {np.dtype(dtype)} {shape}: "
+                f"{path} holds {array.dtype} {array.shape}, {MANIFEST} says {np.dtype(dtype)} {shape}: "
                 f"remove {self.path} and prepare it again"
             )
-        return np.asarray(array)  # a plain view: indexing a memmap object is several times slower
+        return file
 
 
 def open_samples(path: str | Path) -> SampleSet:

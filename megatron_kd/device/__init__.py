@@ -1,5 +1,6 @@
 """The only place that knows whether a CUDA device exists."""
 
+from megatron_kd.device.faults import KeptFaults
 from megatron_kd.device.platform import (
     current_device,
     describe_hardware,
@@ -24,6 +25,7 @@ from megatron_kd.device.random_state import get_random_state, set_random_state
 from megatron_kd.device.signals import StopOnSignal
 
 __all__ = [
+    "KeptFaults",
     "StopOnSignal",
     "any_rank",
     "current_device",

@@ -88,10 +88,11 @@ def fail_together(what: str) -> Iterator[None]:
         raise error
     failed = any_rank(False)
     if failed:
-        raise RemoteRankError(_elsewhere(what))
+        raise RemoteRankError(failed_elsewhere(what))
 
 
-def _elsewhere(what: str) -> str:
+def failed_elsewhere(what: str) -> str:
+    """The message of a rank that was fine itself."""
     return f"{what} failed on another rank; its message says why"
 
 
@@ -123,7 +124,7 @@ def first_rank_tells[T](what: str, ask: Callable[[], T]) -> T:
             pickled.
 
     Raises:
-        Exception: on the first rank, what ``ask`` raised.
+        BaseException: on the first rank, what ``ask`` raised, of whatever kind.
         RemoteRankError: on the others in that case, or where a rank died.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
@@ -140,7 +141,7 @@ def first_rank_tells[T](what: str, ask: Callable[[], T]) -> T:
         done = asked.done()
         answered, failed = on_any_rank([done, done and asked.exception() is not None])
     if failed and not is_first:
-        raise RemoteRankError(_elsewhere(what))
+        raise RemoteRankError(failed_elsewhere(what))
     answer = [asked.result() if is_first else None]
     with lost_ranks_reported():
         dist.broadcast_object_list(answer, src=0, device=current_device())
@@ -150,7 +151,7 @@ def first_rank_tells[T](what: str, ask: Callable[[], T]) -> T:
 def _answer[T](asked: Future[T], ask: Callable[[], T]) -> None:
     try:
         asked.set_result(ask())
-    except Exception as error:
+    except BaseException as error:  # let through, it would end this thread and leave all ranks waiting for an answer
         asked.set_exception(error)
 
 

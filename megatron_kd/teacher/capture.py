@@ -16,9 +16,9 @@ from typing import Any
 from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.store import Cache, committed_shards, missing_shards, ranges, samples_of
 from megatron_kd.config import Recipe
-from megatron_kd.data.samples import SampleSet, open_samples
-from megatron_kd.device import StopOnSignal, fail_together, first_rank_tells, on_any_rank, sum_over_ranks
-from megatron_kd.errors import CacheError, ConfigError, RemoteRankError
+from megatron_kd.data.samples import RowBatch, SampleSet, open_samples
+from megatron_kd.device import KeptFaults, StopOnSignal, fail_together, first_rank_tells, sum_over_ranks
+from megatron_kd.errors import CacheError, ConfigError
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import Advance, progress
@@ -30,7 +30,7 @@ from megatron_kd.teacher.capture_cache import (
 )
 from megatron_kd.teacher.engine import TeacherEngine, open_teacher
 from megatron_kd.teacher.part import WHOLE, Part
-from megatron_kd.teacher.score import row_dtype, score_rows
+from megatron_kd.teacher.score import READING, SCORING, attempt_score, row_dtype, rows_of
 from megatron_kd.teacher.shard_writer import WAITING_ROWS, ShardWriter
 
 
@@ -119,6 +119,7 @@ class _Capture:
         self._micro_batch_size = recipe.teacher.capture.micro_batch_size
         self._dtype = row_dtype(recipe.teacher.capture.value_dtype)
         self._writing = f"writing to {cache.location}"
+        self._faults = KeptFaults(READING, SCORING, self._writing)
         self._taken: set[int] = set()
         self._scored = 0
         self._started = time.monotonic()
@@ -156,48 +157,51 @@ class _Capture:
         return rows, draw_shards(todo, self._groups.dp_size, self._chance)
 
     def _score_round(self, shards: list[int], writer: ShardWriter, stop: StopOnSignal, advance: Advance) -> bool:
-        """One shard per data-parallel rank; ranks without one take part in the exchanges. Returns whether to stop."""
+        """One shard per data-parallel rank; ranks without one take part in the exchanges. Returns whether to stop.
+
+        Rows are read before the exchange that comes before they are scored: ranks that split a model then all have
+        them, or none begins.
+        """
         self._taken.update(shards)
         samples = [self._cache.manifest.shard_samples(shard) for shard in shards]
         has_shard = self._groups.dp_rank < len(shards)
         mine = samples[self._groups.dp_rank] if has_shard else range(0)
         writes = has_shard and self._groups.is_first_tp_rank
+        size = self._micro_batch_size
+        batch = self._read(mine[:size])
+        if self._agree(writer, stop):
+            return True
         if writes:
             writer.begin(shards[self._groups.dp_rank])
-        for begin in range(0, max(map(len, samples)), self._micro_batch_size):
-            micro_batch = slice(begin, begin + self._micro_batch_size)
-            if mine[micro_batch]:
-                for row in score_rows(self._teacher, self._samples, mine[micro_batch], self._dtype):
-                    if writes:
-                        writer.put(row)
+        for begin in range(0, max(map(len, samples)), size):
+            ids = mine[begin : begin + size]
+            if batch is not None:
+                self._score(ids, batch, writer if writes else None)
+            batch = self._read(mine[begin + size : begin + 2 * size])
             if self._agree(writer, stop):
                 writer.abandon()
                 return True
-            rows = sum(len(part[micro_batch]) for part in samples)
+            rows = sum(len(part[begin : begin + size]) for part in samples)
             self._scored += rows
             advance(rows, f"{self._tokens_per_s():,.0f} tokens/s")
         if writes:
             writer.end()
         return False
 
+    def _read(self, ids: range) -> RowBatch | None:
+        return self._faults.attempt(READING, self._samples.rows, ids) if ids else None
+
+    def _score(self, ids: range, batch: RowBatch, writer: ShardWriter | None) -> None:
+        extracted = attempt_score(self._faults, self._teacher, batch, self._groups)
+        if extracted is not None and writer is not None:
+            rows = self._faults.attempt(SCORING, rows_of, ids, batch, extracted, self._dtype)
+            for row in rows or ():
+                writer.put(row)
+
     def _agree(self, writer: ShardWriter, stop: StopOnSignal) -> bool:
-        """Whether any rank was told to stop; raises on all where any cannot write. One exchange does both."""
-        error: Exception | None = None
-        try:
-            writer.check()
-        except Exception as caught:
-            error = caught
-        try:
-            failed, stopping = on_any_rank([error is not None, stop.received is not None])
-        except RemoteRankError as dead:
-            if error is not None:
-                raise error from dead
-            raise
-        if error is not None:
-            raise error
-        if failed:
-            raise RemoteRankError(f"{self._writing} failed on another rank; its message says why")
-        return stopping
+        """Whether any rank was told to stop; raises on all where any failed. One exchange does both."""
+        self._faults.attempt(self._writing, writer.check)
+        return self._faults.agree(stop.received is not None)
 
     def _tokens_per_s(self) -> float:
         return self._scored * self._samples.seq_length / max(time.monotonic() - self._started, 1e-9)

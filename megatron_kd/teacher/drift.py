@@ -8,8 +8,8 @@ import numpy as np
 
 from megatron_kd.cache.drift import DriftReport, DriftSums, row_drift, teachers_difference
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.teacher.capture import score_rows
 from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.score import score_rows
 
 
 def engine_drift(a: TeacherEngine, b: TeacherEngine, samples: SampleSet, ids: Sequence[int]) -> DriftReport:

@@ -32,7 +32,7 @@ from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
-from megatron_kd.teacher.capture import check_samples
+from megatron_kd.teacher.capture_cache import check_samples
 from megatron_kd.teacher.fidelity_cache import CacheFidelity, RowFidelity, worst_of
 from megatron_kd.teacher.fidelity_report import FidelityReport, FidelitySums
 from megatron_kd.teacher.fidelity_rows import DenseRows, dense_log_probs

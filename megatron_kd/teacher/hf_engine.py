@@ -20,6 +20,7 @@ from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.hf_layout import check_layout
 from megatron_kd.teacher.hf_loading import LoadedModel, described_architecture, load_model
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
 
@@ -198,22 +199,12 @@ def _positive(config: Any, key: str) -> float | None:
 
 
 def _check_layout(recipe: Recipe) -> None:
-    if recipe.teacher.model.hf is None:
-        raise ConfigError("teacher.engine is hf, but teacher.model.hf is not set: name a folder or a GGUF file")
-    tp = recipe.parallelism.tensor_model_parallel_size
-    if tp != 1:
-        raise ConfigError(
-            f"teacher.engine hf captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it set to "
-            "1 (and sequence_parallel to false), the cache serves every layout"
-        )
     device_map = recipe.teacher.hf.device_map
+    check_layout(
+        recipe, sources="a folder or a GGUF file", spread="teacher.hf.device_map", value=device_map, alone=None
+    )
     if device_map is not None and not is_cuda():
         raise ConfigError(
             f"teacher.hf.device_map is {device_map!r}, but cluster.gpu is {recipe.cluster.gpu!r}: it spreads layers "
             "over GPUs; set it to null"
-        )
-    if device_map is not None and recipe.cluster.gpus_per_node > 1:
-        raise ConfigError(
-            f"teacher.hf.device_map {device_map!r} takes all GPUs of a node for one rank, but cluster.gpus_per_node "
-            f"is {recipe.cluster.gpus_per_node}: set it to 1, or device_map to null"
         )

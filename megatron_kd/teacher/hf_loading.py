@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.device import current_device, fail_together, is_cuda
+from megatron_kd.device import current_device, fail_together, first_rank_tells, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_config import HF_KEYS
@@ -59,19 +58,22 @@ def load_model(source: str | None, precision: str, device_map: str | None) -> Lo
             raise ConfigError(f"teacher.model.hf names {str(path)!r}: neither a folder of safetensors nor a .gguf file")
         # GGUF weights are hashed as what they dequantise to, like those of an import.
         model = _from_pretrained(path, torch.float32 if is_gguf else _DTYPES[precision], device_map)
-        hashes = ["", ""]
-        # By one rank for all: reading large weights once more on every rank would take its time.
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            weights = _ModelWeights(path, model) if is_gguf else SafetensorsFolder(path)
-            hashes = [weights_sha256(weights), _sha256_of_file(path) if is_gguf else config_sha256(weights.config())]
-        if is_gguf:
-            for parameter in model.parameters():  # not the buffers: rotary frequencies stay in float32
-                parameter.data = parameter.data.to(_DTYPES[precision])
         model.requires_grad_(False)
         model.eval()
-    if dist.is_initialized():
-        dist.broadcast_object_list(hashes, src=0, device=current_device())
+    hashes = first_rank_tells(f"hashing {path}", lambda: _hashes(path, model))
+    if is_gguf:
+        with fail_together(f"rounding {path}"):
+            for parameter in model.parameters():  # not the buffers: rotary frequencies stay in float32
+                parameter.data = parameter.data.to(_DTYPES[precision])
     return LoadedModel(path, model, *hashes)
+
+
+def _hashes(path: Path, model: Any) -> tuple[str, str]:
+    """Of the weights and of the configuration. By one rank for all: a hundred billion weights take many minutes."""
+    if path.is_file():
+        return weights_sha256(_ModelWeights(path, model)), _sha256_of_file(path)
+    weights = SafetensorsFolder(path)
+    return weights_sha256(weights), config_sha256(weights.config())
 
 
 def described_architecture(model: ModelConfig, loaded: LoadedModel) -> dict[str, Any]:

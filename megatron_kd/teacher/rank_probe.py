@@ -6,14 +6,18 @@ about 6 % less space than numbered by how often they are tokens; a thousand posi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from megatron_kd.config import Recipe
-from megatron_kd.data.samples import SampleSet
-from megatron_kd.device import current_device, lost_ranks_reported, sum_over_ranks
+from megatron_kd.data.samples import RowBatch, SampleSet
+from megatron_kd.device import KeptFaults, sum_over_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.score import READING, SCORING, attempt_score
+from megatron_kd.teacher.topk import ExtractedTopK
 
 PROBE_POSITIONS = 4096
 PROBE_SHARE = 64
@@ -42,18 +46,34 @@ def count_scored_ids(recipe: Recipe, samples: SampleSet, teacher: TeacherEngine,
     Each data-parallel rank scores some of the rows. Collective over all ranks; all get the same.
 
     Raises:
-        RemoteRankError: another rank died.
+        DataError: the samples cannot be read.
+        RemoteRankError: another rank failed or died.
     """
     chosen, prefix = probe_plan(len(samples), samples.seq_length, groups.tp_size if groups.sequence_parallel else 1)
     mine = chosen[groups.dp_rank :: groups.dp_size]
     vocab_size, step = recipe.teacher.model.vocab_size, recipe.teacher.capture.micro_batch_size
     counts = np.zeros(vocab_size, np.int64)
-    for begin in range(0, len(mine), step):
-        # A causal model says the same of a prefix as of the whole row.
-        tokens = samples.rows(mine[begin : begin + step]).tokens[:, :prefix]
-        with lost_ranks_reported():
-            scored = teacher.top_k(torch.from_numpy(tokens).to(current_device(), torch.int64))
-        if groups.is_first_tp_rank:
-            ids = scored.targets.ids.cpu().numpy()
-            counts += np.bincount(ids[ids >= 0], minlength=vocab_size)
+    faults = KeptFaults(READING, SCORING)
+    # A few thousand positions: all are read before any is scored, so that one exchange tells of a failure.
+    batches = faults.attempt(
+        READING, lambda: [_prefixes(samples, mine[begin : begin + step], prefix) for begin in range(0, len(mine), step)]
+    )
+    faults.agree()
+    for batch in batches or ():
+        scored = attempt_score(faults, teacher, batch, groups)
+        if scored is not None and groups.is_first_tp_rank:
+            found = faults.attempt(SCORING, _counts, scored, vocab_size)
+            counts += 0 if found is None else found
+    faults.agree()
     return np.repeat(np.arange(vocab_size), sum_over_ranks(counts.tolist()))
+
+
+def _counts(scored: ExtractedTopK, vocab_size: int) -> NDArray[np.int64]:
+    ids = scored.targets.ids.cpu().numpy()
+    return np.bincount(ids[ids >= 0], minlength=vocab_size)
+
+
+def _prefixes(samples: SampleSet, ids: list[int], length: int) -> RowBatch:
+    """The first tokens of some samples: a causal model says the same of a prefix as of the whole row."""
+    batch = samples.rows(ids)
+    return replace(batch, tokens=batch.tokens[:, :length])

@@ -10,9 +10,14 @@ import torch
 
 from megatron_kd.cache.row import Row
 from megatron_kd.data.samples import RowBatch, SampleSet
-from megatron_kd.device import current_device, lost_ranks_reported
+from megatron_kd.device import KeptFaults, current_device, lost_ranks_reported
+from megatron_kd.errors import ConfigError
+from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.engine import TeacherEngine
 from megatron_kd.teacher.topk import ExtractedTopK
+
+READING, SCORING = "reading the samples", "scoring"
+"""What ``KeptFaults`` of a capture are kept of."""
 
 
 def score_rows(
@@ -24,6 +29,7 @@ def score_rows(
         dtype: of the log-probabilities, float16 or float32.
 
     Raises:
+        DataError: the samples cannot be read.
         RemoteRankError: another rank of the tensor-parallel group died.
     """
     batch = samples.rows(ids)
@@ -34,10 +40,31 @@ def score(teacher: TeacherEngine, batch: RowBatch) -> ExtractedTopK:
     """The teacher's answer [s·b] for rows [b, s] of samples. Collective over the tensor-parallel group.
 
     Raises:
+        ConfigError: memory ran out.
         RemoteRankError: another rank of the group died.
     """
-    with lost_ranks_reported():
-        return teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+    try:
+        with lost_ranks_reported():
+            return teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        rows, length = batch.tokens.shape
+        raise ConfigError(
+            f"scoring {rows} rows of {length} tokens ran out of memory ({str(error).splitlines()[0]}): lower "
+            "teacher.capture.micro_batch_size or loss.chunk_mib, or spread the teacher over more GPUs"
+        ) from error
+
+
+def attempt_score(
+    faults: KeptFaults, teacher: TeacherEngine, batch: RowBatch, groups: ParallelGroups
+) -> ExtractedTopK | None:
+    """``score``, and None where it failed: the failure is kept until all ranks hear of it.
+
+    Where ranks split the model, a failure is raised at once: peers that wait for this rank within the forward pass are
+    told by its end alone.
+    """
+    if groups.tp_size > 1:
+        return score(teacher, batch)
+    return faults.attempt(SCORING, score, teacher, batch)
 
 
 def rows_of(ids: Sequence[int], batch: RowBatch, extracted: ExtractedTopK, dtype: type[np.floating[Any]]) -> list[Row]:

@@ -10,15 +10,20 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from types import TracebackType
 
 from megatron_kd.cache.row import Row
 from megatron_kd.cache.store import Cache
 from megatron_kd.cache.writer import write_shard
+from megatron_kd.daemons import DaemonThreads
 
 WAITING_ROWS = 4
 """Rows between scoring and writing; the queue of a shard takes as many, or a micro batch."""
+
+
+INTERRUPTED_WAIT_S = 2.0
+"""For the end of what is written while the process is told to end at once: a disk may not answer any more."""
 
 
 class _AbandonedError(Exception):
@@ -78,7 +83,8 @@ class RowQueue:
 class ShardWriter:
     """``begin`` a shard, ``put`` its rows, ``end`` it, ``check`` now and then, and ``finish``.
 
-    Left before that, it commits the shards that ended and takes away what there is of the one that did not.
+    Left before that, it commits the shards that ended and takes away what there is of the one that did not. Only where
+    an interrupt leaves it, there is no more than a moment for that.
 
     Attributes:
         committed: the shards that this writer committed; those that another job was first with are not among them.
@@ -89,7 +95,7 @@ class ShardWriter:
         self.committed: list[int] = []
         self._cache = cache
         self._room = room
-        self._thread = ThreadPoolExecutor(1, "shard-writer")
+        self._thread = DaemonThreads(1, "shard-writer")
         self._writes: list[Future[None]] = []
         self._queue: RowQueue | None = None
 
@@ -144,4 +150,5 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.abandon()
-        self._thread.shutdown(wait=True)
+        told_to_end = kind is not None and not issubclass(kind, Exception)
+        self._thread.close(INTERRUPTED_WAIT_S if told_to_end else None)

@@ -21,15 +21,15 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_kd.config import Recipe
-from megatron_kd.device import current_device, fail_together, is_cuda
+from megatron_kd.device import current_device, fail_together, first_rank_tells, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.hf_layout import check_layout
 from megatron_kd.teacher.hf_loading import LoadedModel, config_sha256, described_architecture
 from megatron_kd.teacher.topk import ExtractedTopK
 from megatron_kd.teacher.vllm_logprobs import row_targets
@@ -52,18 +52,24 @@ class VLLMTeacher:
             CheckpointError: the weights are missing, damaged or not those the recipe describes, or vLLM cannot load
                 them.
         """
-        _check_layout(recipe)
+        check_layout(
+            recipe,
+            sources="a folder of safetensors",
+            spread="teacher.vllm.tensor_parallel_size",
+            value=recipe.teacher.vllm.tensor_parallel_size,
+            alone=1,
+        )
         self._teacher = recipe.teacher
         self._precision = recipe.teacher.vllm.dtype or recipe.training.precision
-        with fail_together("starting vLLM"):
+        with fail_together("describing the teacher"):
             self._vllm = _installed()
-            self._loaded = _describe(recipe)
-            self._architecture = described_architecture(recipe.teacher.model, self._loaded)
+            loaded = _describe(recipe)
+            self._architecture = described_architecture(recipe.teacher.model, loaded)
+        # By one rank for all: reading large weights once more on every rank would take its time.
+        digest = first_rank_tells(f"hashing {loaded.path}", lambda: weights_sha256(SafetensorsFolder(loaded.path)))
+        self._loaded = replace(loaded, weights_sha256=digest)
+        with fail_together("starting vLLM"):
             self._engine = _start(self._vllm, recipe, self._loaded, self._precision)
-        hashes = [self._loaded.weights_sha256]
-        if dist.is_initialized():
-            dist.broadcast_object_list(hashes, src=0, device=current_device())
-        self._loaded = replace(self._loaded, weights_sha256=hashes[0])
         self._sampling = _sampling(self._vllm, recipe.teacher.top_k)
 
     def identity(self) -> dict[str, Any]:
@@ -127,7 +133,7 @@ def _installed() -> Any:
 
 
 def _describe(recipe: Recipe) -> LoadedModel:
-    """The folder's hashes and configuration, without its weights in memory; on rank 0 alone that of the weights."""
+    """The folder and its configuration, without its weights in memory and without their hash."""
     from transformers import AutoConfig
 
     path = resolve_source(recipe.teacher.model.hf or "")
@@ -138,10 +144,7 @@ def _describe(recipe: Recipe) -> LoadedModel:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # a reader of JSON that anyone wrote
         raise CheckpointError(f"{path}/config.json cannot be read by transformers: {one_line(error)}") from error
-    # By one rank for all: reading large weights once more on every rank would take its time.
-    first = not dist.is_initialized() or dist.get_rank() == 0
-    hashes = [weights_sha256(weights) if first else "", config_sha256(weights.config())]
-    return LoadedModel(path, SimpleNamespace(config=config), *hashes)
+    return LoadedModel(path, SimpleNamespace(config=config), "", config_sha256(weights.config()))
 
 
 def _start(vllm: Any, recipe: Recipe, loaded: LoadedModel, precision: str) -> Any:
@@ -216,21 +219,3 @@ def _own_environment(gpus: str | None, longer: bool) -> Iterator[None]:
     finally:
         os.environ.clear()
         os.environ.update(before)
-
-
-def _check_layout(recipe: Recipe) -> None:
-    if recipe.teacher.model.hf is None:
-        raise ConfigError("teacher.engine is vllm, but teacher.model.hf is not set: name a folder of safetensors")
-    tp = recipe.parallelism.tensor_model_parallel_size
-    if tp != 1:
-        raise ConfigError(
-            f"teacher.engine vllm captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it set "
-            "to 1 (and sequence_parallel to false), the cache serves every layout; the teacher is spread over GPUs by "
-            "teacher.vllm.tensor_parallel_size"
-        )
-    gpus = recipe.teacher.vllm.tensor_parallel_size
-    if gpus > 1 and recipe.cluster.gpus_per_node > 1:
-        raise ConfigError(
-            f"teacher.vllm.tensor_parallel_size {gpus} takes the GPUs of a node for one rank, but "
-            f"cluster.gpus_per_node is {recipe.cluster.gpus_per_node}: set it to 1, or tensor_parallel_size to 1"
-        )

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_kd.cache.importers.convert import TAIL_FLOOR
+from megatron_kd.cache.mass import TAIL_FLOOR
 from megatron_kd.errors import CheckpointError
 
 

@@ -25,8 +25,10 @@ from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
 from megatron_kd.training.distill import Distillation
-from megatron_kd.training.session import SPLIT
 from megatron_kd.training.sums import TokenSums
+
+SPLIT = "heldout"
+"""What evaluation reads of the samples."""
 
 # Both parts are reported apart; any weight strictly between 0 and 1 has the pass compute both.
 _BOTH = 0.5

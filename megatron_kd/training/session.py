@@ -16,12 +16,10 @@ from megatron_kd.device import fail_together
 from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.teacher.capture import check_samples
+from megatron_kd.teacher.capture_cache import check_samples
 from megatron_kd.teacher.megatron_engine import MegatronTeacher
 from megatron_kd.training.distill import Distillation
-
-SPLIT = "heldout"
-"""What evaluation reads."""
+from megatron_kd.training.evaluate import SPLIT
 
 
 @dataclass(frozen=True)

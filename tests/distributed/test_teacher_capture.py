@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import signal
+import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -36,6 +37,10 @@ def answers_rank(rank: int, world: int, folder: str) -> list[Any]:
         first_rank_tells("looking", refuse)
     except (CacheError, RemoteRankError) as error:
         told.append(f"{type(error).__name__}: {error}")
+    try:  # not an Exception, as what pytest or a library ends a thread with
+        first_rank_tells("leaving", lambda: sys.exit("the first rank leaves"))
+    except (SystemExit, RemoteRankError) as error:
+        told.append(f"{type(error).__name__}: {error}")
     told.append(first_rank_tells("asking after a failure", lambda: rank))
     told.append(sum_over_ranks([rank, 2**61 + rank, -rank]))
     return told
@@ -45,23 +50,29 @@ def test_the_first_rank_tells_all(tmp_path: Path) -> None:
     first, *others = run_distributed(answers_rank, 3, str(tmp_path))
     expected = [None, 0, "a", (7, [1, 2]), range(3)]
     assert first[:5] == expected and first[5] == "CacheError: the first rank's own message"
-    assert first[6:] == [0, [3, 3 * 2**61 + 3, -3]]
+    assert first[6:] == ["SystemExit: the first rank leaves", 0, [3, 3 * 2**61 + 3, -3]]
     for told in others:
-        assert told[:5] == expected and told[6:] == first[6:]
+        assert told[:5] == expected and told[7:] == first[7:]
         assert told[5] == "RemoteRankError: looking failed on another rank; its message says why"
+        assert told[6] == "RemoteRankError: leaving failed on another rank; its message says why"
     assert [path.name for path in tmp_path.iterdir()] == ["asked_by_0"]
 
 
-def slow_rank(rank: int, world: int, rendezvous: str) -> str:
-    """An answer that takes longer than any collective may wait."""
+def be_impatient(rank: int, world: int, rendezvous: str) -> None:
+    """From now on collectives wait for seconds only."""
     import torch.distributed as dist
-
-    from megatron_kd.device import first_rank_tells
 
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timedelta(seconds=4)
     )
+
+
+def slow_rank(rank: int, world: int, rendezvous: str) -> str:
+    """An answer that takes longer than any collective may wait."""
+    from megatron_kd.device import first_rank_tells
+
+    be_impatient(rank, world, rendezvous)
 
     def ponder() -> str:
         time.sleep(7)
@@ -72,6 +83,36 @@ def slow_rank(rank: int, world: int, rendezvous: str) -> str:
 
 def test_an_answer_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     assert run_distributed(slow_rank, 2, str(tmp_path / "rendezvous")) == ["done", "done"]
+
+
+def slowly_hashed_rank(rank: int, world: int, rendezvous: str, recipes: list[Path]) -> list[dict[str, Any]]:
+    """The first rank takes longer to hash the weights than any collective may wait."""
+    from megatron_kd.config import load_recipe
+    from megatron_kd.teacher import hf_loading, vllm_engine
+    from megatron_kd.teacher.engine import open_teacher
+    from tests.unit import test_teacher_vllm
+
+    be_impatient(rank, world, rendezvous)
+    exact = hf_loading.weights_sha256
+
+    def slowly(weights: Any) -> str:
+        time.sleep(7)
+        return f"{exact(weights)} by {rank}"
+
+    hf_loading.weights_sha256 = vllm_engine.weights_sha256 = slowly
+    sys.modules["vllm"] = test_teacher_vllm.imitation()
+    return [open_teacher(load_recipe(recipe), None).identity() for recipe in recipes]  # type: ignore[arg-type]
+
+
+def test_hashing_may_take_longer_than_a_collective(tmp_path: Path) -> None:
+    recipes = []
+    for engine in ("hf", "vllm"):
+        (tmp_path / engine).mkdir()
+        teacher = {"engine": engine, "checkpoint": None, "temperatures": [1.0]}
+        recipes.append(tiny_recipe(tmp_path / engine, teacher=teacher, cluster={"gpus_per_node": 2}))
+    first, second = run_distributed(slowly_hashed_rank, 2, str(tmp_path / "rendezvous"), recipes)
+    assert first == second and [identity["engine"] for identity in first] == ["hf", "vllm"]
+    assert {identity["weights_sha256"][64:] for identity in first} == {" by 0"}
 
 
 def dying_rank(rank: int, world: int) -> str:

@@ -20,9 +20,9 @@ def engines_rank(rank: int, world: int, recipe_path: Path) -> dict[str, Any]:
     from megatron_kd.config import load_recipe
     from megatron_kd.data.samples import open_samples
     from megatron_kd.models.launch import join_ranks
-    from megatron_kd.teacher.capture import score_rows
     from megatron_kd.teacher.drift import engine_drift
     from megatron_kd.teacher.engine import open_teacher
+    from megatron_kd.teacher.score import score_rows
     from tests.training_runs import prepare_rows
 
     recipe = load_recipe(recipe_path)

@@ -294,6 +294,11 @@ def test_tokens_that_no_sample_can_have(samples: SampleSet, tmp_path: Path) -> N
         run(path.parent, samples, tmp_path / "cache")
 
 
+def test_iterations_are_of_another_format(samples: SampleSet, tmp_path: Path) -> None:
+    with pytest.raises(CacheError, match=r"^--first-iteration is for megatron-lm: rows of distillkit are found by"):
+        open_source("distillkit", tmp_path, samples, vocab_size=VOCAB, first_iteration=1)
+
+
 def test_without_pyarrow(samples: SampleSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     with pytest.raises(CacheError, match=r"^reading Parquet needs pyarrow: pip install 'megatron-kd\[parquet\]'$"):

@@ -203,6 +203,13 @@ def test_the_run_began_later(samples: SampleSet, tmp_path: Path) -> None:
     assert_is_the_teacher(tmp_path / "cache", samples, 5)
 
 
+def test_the_second_layout_has_no_iterations(samples: SampleSet, tmp_path: Path) -> None:
+    write_second_layout(tmp_path / "tars", samples)
+    with pytest.raises(CacheError, match=r"tars names its files by samples, not by iterations: leave out --first-it"):
+        opened(tmp_path / "tars", samples, first_iteration=100)
+    assert opened(tmp_path / "tars", samples, first_iteration=0).surplus_rows == 0
+
+
 def test_missing_tars_of_the_first_layout(samples: SampleSet, copied: Path) -> None:
     (copied / "cp1_dp0__1.tar").unlink()
     with pytest.raises(CacheError, match=r"lacks iteration 0 of cp1_dp0, iteration 1 of cp1_dp0$"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import multiprocessing
 import os
 import pickle
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -172,6 +174,24 @@ def test_room_needs_no_torch() -> None:
     code = "; ".join(f"import megatron_kd.cache.{name}" for name in rooms)
     check = "import sys; assert not {'torch', 'megatron.core', 'zarr'} & sys.modules.keys(), sys.modules.keys()"
     subprocess.run([sys.executable, "-c", f"{code}; {check}"], check=True)
+
+
+def test_an_open_shard_is_small(tmp_path: Path) -> None:
+    """Hashes and bounds of a row are 52 bytes; as text in a list the hashes alone would be 180."""
+    counts = (500, 3000)
+    readers = [CacheReader(make_cache(tmp_path / str(rows), [1] * rows, rows)[0]) for rows in counts]
+    readers[0].read(0)  # modules and caches of the interpreter
+    sizes = []
+    for reader in readers:
+        reader._shards.clear()
+        gc.collect()
+        tracemalloc.start()
+        reader.read(0)
+        gc.collect()
+        sizes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+    a_row = (sizes[1] - sizes[0]) / (counts[1] - counts[0])
+    assert 30 < a_row < 80, sizes
 
 
 def test_threads(ragged: tuple[Cache, list[Row]]) -> None:

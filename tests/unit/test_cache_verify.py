@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import random
@@ -195,6 +196,27 @@ def test_a_large_shard_is_spread(one_shard: tuple[Cache, list[int]], monkeypatch
     assert names == sorted(record.objects) and len(found.files) >= 3
     assert sum(part.weight for part in found.files) == record.stored_bytes
     assert verify(cache, "deep", workers=2).ok
+
+
+def test_checks_that_are_done_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache of many shards has millions of them; only those of shards under work may be in memory."""
+    cache, _ = make_cache(tmp_path / "c", [300] * 40, 4)
+    _flip(_folder(cache, 3) / "rank" / "c.0.0", 30)  # its rows are never looked at
+    monkeypatch.setattr(checks, "_TASK_SLOTS", 1)
+    monkeypatch.setattr(checks, "_TASK_BYTES", 1)
+    seen: list[int] = []
+    call = ShardChecker.__call__
+
+    def counted(checker: ShardChecker, check: Check) -> Any:
+        if check.rows is None and not check.files:
+            gc.collect()
+            seen.append(sum(isinstance(value, Check) for value in gc.get_objects()))
+        return call(checker, check)
+
+    monkeypatch.setattr(ShardChecker, "__call__", counted)
+    report = verify(cache, "deep")
+    assert report.damaged_shards == [3] and len(report.problems) == 1
+    assert len(seen) == 10 and max(seen) <= 3, seen
 
 
 @pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="the system does not count what a process reads")

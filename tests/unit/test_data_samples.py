@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,32 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="read-only"):
         samples.tokens(0)[0] = 1
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["samples"]
+
+
+def test_a_file_that_breaks_while_it_is_open_is_an_error_and_not_the_end(tmp_path: Path) -> None:
+    """A mapped page of it would end the process."""
+    for name, damage, words in (
+        ("tokens", lambda file: os.truncate(file, 4096), r"tokens\.npy is truncated \(no bytes from 19712 on\)"),
+        ("loss_mask", lambda file: os.truncate(file, 0), r"loss_mask\.npy is truncated"),
+        ("row_offsets", lambda file: file.write_bytes(b"\xff" * file.stat().st_size), r"row_offsets\.npy is damaged"),
+    ):
+        write(tmp_path / name)
+        samples = open_samples(tmp_path / name)
+        samples.rows([0, 306])
+        damage(tmp_path / name / f"{name}.npy")
+        with pytest.raises(DataError, match=words):
+            samples.rows([0, 306])
+    with pytest.raises(DataError, match=r"loss_mask\.npy is missing or damaged"):
+        open_samples(tmp_path / "loss_mask")
+
+
+def test_opened_samples_are_those_that_were_opened(tmp_path: Path) -> None:
+    write(tmp_path / "samples")
+    samples = open_samples(tmp_path / "samples")
+    (tmp_path / "samples").rename(tmp_path / "old")
+    write_samples(tmp_path / "samples", {"train": iter(make_rows(307, seed=5))}, **REQUEST)
+    np.testing.assert_array_equal(samples.rows([5]).tokens[0], make_rows(300)[5].tokens)
+    assert len(samples.rows([]).tokens) == 0
 
 
 def test_the_row_hash_is_the_one_caches_use(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,25 @@ def test_one_of_many_creates(tmp_path: Path) -> None:
         won = list(pool.map(lambda i: create_only(path, str(i)), range(32)))
     assert won.count(True) == 1 and path.read_text() == str(won.index(True))
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over NFS: the server made the link, its answer was lost, the client asks again and is told that it exists."""
+    link = os.link
+
+    def asked_twice(source: Path, target: Path) -> None:
+        with suppress(FileExistsError):
+            link(source, target)
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", asked_twice)
+    assert create_only(tmp_path / "file", b"ours")
+    for others in (b"our", b"ours and more", b"else"):
+        assert not create_only(tmp_path / "file", others)
+    assert (tmp_path / "file").read_bytes() == b"ours"
+    (tmp_path / "folder").mkdir()
+    assert not create_only(tmp_path / "folder", b"ours")
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
 
 
 def test_json_is_readable(tmp_path: Path) -> None:

@@ -206,6 +206,10 @@ def test_weights_that_do_not_fill_the_model(tmp_path: Path) -> None:
             ["tensor_model_parallel_size 1, not 2", "every layout"],
         ),
         (["teacher.hf.device_map=auto"], ["device_map is 'auto'", "cluster.gpu is 'cpu'"]),
+        (
+            ["teacher.hf.device_map=auto", "cluster.gpus_per_node=2"],
+            ["device_map 'auto' takes all GPUs", "gpus_per_node is 2", "or device_map to null"],
+        ),
         (["teacher.mode=online", "teacher.targets=full"], ["engine 'hf' only captures", "teacher.mode to offline"]),
         (["teacher.engine=megatron", "teacher.hf.dtype=bf16"], ["hf is set, but engine is 'megatron'"]),
         (["teacher.engine=h"], ["teacher.engine is 'h'", "'megatron', 'hf' or 'vllm'"]),

@@ -76,10 +76,15 @@ class LLM:
         return outputs
 
 
+def imitation() -> Any:
+    """What ``import vllm`` gives."""
+    return SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams, __version__="0.33.0")
+
+
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What ``import vllm`` gives."""
-    module = SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams, __version__="0.33.0")
+    """The module, imported by that name."""
+    module: SimpleNamespace = imitation()
     monkeypatch.setitem(sys.modules, "vllm", module)
     return module
 
@@ -197,7 +202,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             ["cluster.gpus_per_node=2", "parallelism.tensor_model_parallel_size=2"],
             "tensor_model_parallel_size 1, not 2",
         ),
-        (["cluster.gpus_per_node=2", "teacher.vllm.tensor_parallel_size=2"], "cluster.gpus_per_node is 2"),
+        (["cluster.gpus_per_node=2", "teacher.vllm.tensor_parallel_size=2"], "or tensor_parallel_size to 1"),
         (["teacher.temperatures=[1.0,2.0]"], "at temperature 1 alone"),
         (["teacher.temperatures=[2.0]"], "at temperature 1 alone"),
         (["teacher.engine=hf", "teacher.vllm.dtype=bf16"], "vllm is set, but engine is 'hf'"),

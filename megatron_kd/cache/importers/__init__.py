@@ -21,7 +21,7 @@ def open_source(
     Args:
         format_name: one of ``FORMATS``.
         vocab_size: V of the teacher.
-        first_iteration: of Megatron-LM's first layout: the number of the iteration that saw sample 0.
+        first_iteration: of Megatron-LM's first layout: the number of the iteration that saw sample 0. Others have none.
 
     Raises:
         CacheError: for an unknown format, and for whatever makes the source unfit for these samples.
@@ -35,6 +35,8 @@ def open_source(
         from megatron_kd.cache.importers.megatron_tar import MegatronTars
 
         return MegatronTars(path, samples, vocab_size=vocab_size, first_iteration=first_iteration)
+    if first_iteration:
+        raise CacheError(f"--first-iteration is for megatron-lm: rows of {format_name} are found by their tokens")
     from megatron_kd.cache.importers.distillkit import DistillKitParquet
 
     return DistillKitParquet(path, samples, vocab_size=vocab_size)

@@ -10,15 +10,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from megatron_kd.cache.importers.source import Samples, SourceRow
-from megatron_kd.cache.mass import check_mass
+from megatron_kd.cache.mass import TAIL_FLOOR, check_mass
 from megatron_kd.cache.row import Row, check_row
 from megatron_kd.cache.values import from_patterns, to_patterns
 from megatron_kd.errors import CacheError
 
 UNUSED_BELOW = -999.0
 """Log-probabilities down here are the mark of an unused slot (−1000, −10000, −inf); as a probability they are 0."""
-TAIL_FLOOR = 1e-8
-"""The least probability that a tail by subtraction is given; the difference of rounded sums says nothing below it."""
 LOSSY_EXCESS = 0.05
 """How far an approximated distribution may add up beyond 1 before it is taken for damage."""
 

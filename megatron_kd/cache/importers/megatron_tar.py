@@ -78,6 +78,8 @@ class MegatronTars:
             self._most_rows = -(-2 * len(samples) // max(len(self._spans) - 1, 1))
             self._rows_per_span = len(self._span(0)[0])
         else:
+            if first_iteration:
+                raise CacheError(f"{path} names its files by samples, not by iterations: leave out --first-iteration")
             self._rows_per_span = _check_spans(self._folder)
             self._most_rows = -(-self._rows_per_span // self._folder.data_parallel)
         have = len(self._spans) * self._rows_per_span
