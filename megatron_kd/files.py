@@ -46,17 +46,21 @@ def write_atomic(path: Path | str, data: bytes | str) -> None:
 
 
 def create_only(path: Path | str, data: bytes | str) -> bool:
-    """Publishes a file unless one of that name exists; exactly one of many racing callers gets True."""
+    """Publishes a file unless one of that name exists; exactly one of many racing callers gets True.
+
+    Either way the name is durable on return: what a caller does because another was first must not outlive that name.
+    """
     path = Path(path)
     temporary = _write_temporary(path, data.encode() if isinstance(data, str) else data)
+    created = True
     try:
         os.link(temporary, path)
     except FileExistsError:
-        return False
+        created = False
     finally:
         temporary.unlink(missing_ok=True)
     fsync_directory(path.parent)
-    return True
+    return created
 
 
 def write_json(path: Path | str, value: Any) -> None:

@@ -40,6 +40,7 @@ class VerifyReport:
         level: as asked for.
         problems: one line each: what is wrong and where; holes included. In the order of the shards.
         damaged_shards: committed shards with a problem, ascending; to be captured anew.
+        damaged_attempts: of each of them the attempt that was looked at; empty where the record itself is damaged.
         missing_samples: those of the shards that were never committed, in words; empty for none. A capture that still
             runs, or was stopped, has some and no damage.
         shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts, of the shards asked for.
@@ -51,6 +52,7 @@ class VerifyReport:
     level: str
     problems: list[str] = field(default_factory=list)
     damaged_shards: list[int] = field(default_factory=list)
+    damaged_attempts: list[str] = field(default_factory=list)
     missing_samples: str = ""
     shards_expected: int = 0
     shards_committed: int = 0
@@ -203,3 +205,4 @@ def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
         if problems:
             report.problems += problems
             report.damaged_shards.append(index)
+            report.damaged_attempts.append(whole.attempt)

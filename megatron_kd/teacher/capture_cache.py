@@ -149,9 +149,9 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
         damaged = report.damaged_shards
         if damaged and not repair:
             raise CacheError(_damage(cache, damaged))
-        for shard in damaged:
-            discard_shard(cache, shard)
-        return damaged
+        # Another job may have repaired a shard meanwhile: what it committed is not what was found damaged.
+        attempts = zip(damaged, report.damaged_attempts, strict=True)
+        return [shard for shard, attempt in attempts if discard_shard(cache, shard, attempt)]
 
     return first_rank_tells(f"checking {cache.location}", look)
 
