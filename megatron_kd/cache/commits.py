@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from megatron_kd.cache.identity import is_hash
@@ -13,6 +15,7 @@ from megatron_kd.cache.storage import NOT_THERE
 from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, reported, samples_of
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
+_READ_TOGETHER = 64  # records, which take up to megabytes each
 _ATTEMPT = re.compile(r"([0-9]{6,9})-[0-9a-f]{32}")
 
 
@@ -59,6 +62,17 @@ def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
             f"shard {shard_index} of {cache.location} (samples {samples_of(cache, [shard_index])}) was never "
             f"committed; missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
         ) from error
+
+
+def read_commits(cache: Cache, shards: Sequence[int]) -> Iterator[CommitRecord]:
+    """The records of some shards in their order, where a read costs a round trip several at a time.
+
+    Raises as ``read_commit``.
+    """
+    for begin in range(0, len(shards), _READ_TOGETHER):
+        yield from cache.storage.together(
+            [partial(read_commit, cache, shard) for shard in shards[begin : begin + _READ_TOGETHER]]
+        )
 
 
 def _read_record(cache: Cache, shard_index: int, name: str) -> CommitRecord:

@@ -191,12 +191,16 @@ class LocalStorage(Storage):
         return sorted(os.listdir(self.path))
 
     def files(self) -> list[StoredObject]:
-        found = []
-        for folder, _, names in os.walk(self.path, onerror=_raise):
-            for name in names:
-                path = Path(folder, name)
-                status = path.stat()
-                found.append(StoredObject(path.relative_to(self.path).as_posix(), status.st_size, status.st_mtime))
+        found, folders = [], [""]
+        while folders:
+            folder = folders.pop()
+            with os.scandir(self.path / folder) as entries:
+                for entry in entries:
+                    if not entry.is_dir():
+                        status = entry.stat()
+                        found.append(StoredObject(f"{folder}{entry.name}", status.st_size, status.st_mtime))
+                    elif not entry.is_symlink():
+                        folders.append(f"{folder}{entry.name}/")
         return sorted(found, key=lambda file: file.name)
 
     def total_bytes(self, name: str) -> int:
@@ -302,7 +306,3 @@ def _open(path: Path) -> tuple[int, int]:
         os.close(descriptor)
         raise CacheError(f"{path} is not a file")
     return descriptor, status.st_size
-
-
-def _raise(error: OSError) -> None:
-    raise error

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.array_writer import ArrayWriter, write_object
-from megatron_kd.cache.commits import CommitRecord, attempt_shard, read_commit
+from megatron_kd.cache.commits import CommitRecord, attempt_shard, read_commit, read_commits
 from megatron_kd.cache.mass import check_mass
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
@@ -202,7 +202,7 @@ def orphans(path: Path | str | Cache) -> list[str]:
     storage = cache.storage
     # Attempts first: one that is committed after this listing is then found in the records, not taken for garbage.
     attempts = storage.below("shards").names()
-    used = {read_commit(cache, shard).attempt for shard in committed_shards(cache)}
+    used = {record.attempt for record in read_commits(cache, committed_shards(cache))}
     temporary = [
         name
         for folder in ("", "commits/")
