@@ -69,6 +69,7 @@ class Found:
     Attributes:
         problems: one line each.
         attempt, row_count, tokens, bytes: of the shard, where the whole shard was looked at and has a record.
+        record_bytes: of the record itself.
         files, rows: the checks to follow at the levels asked for, first those of files, then those of rows.
     """
 
@@ -77,6 +78,7 @@ class Found:
     row_count: int = 0
     tokens: int = 0
     bytes: int = 0
+    record_bytes: int = 0
     files: list[Check] = field(default_factory=list)
     rows: list[Check] = field(default_factory=list)
 
@@ -101,7 +103,9 @@ class Found:
 
 
 class ShardChecker:
-    """Does checks of one cache. Memory: two rows decoded, and 16 MiB or one inner chunk if that is larger."""
+    """Does checks of one cache, those of the level inventory in any number of threads.
+
+    Memory: two rows decoded, and 16 MiB or one inner chunk if that is larger."""
 
     def __init__(self, path: Path | str | Cache, level: Level) -> None:
         """``level``: how far the check of a whole shard goes, and which checks it names to follow."""
@@ -127,7 +131,7 @@ class ShardChecker:
 
     def _check_shard(self, record: CommitRecord, found: Found) -> None:
         found.attempt, found.row_count = record.attempt, record.rows
-        found.tokens, found.bytes = record.tokens, record.stored_bytes
+        found.tokens, found.bytes, found.record_bytes = record.tokens, record.stored_bytes, len(record.to_json())
         folder = self._cache.shard_storage(record.attempt)
         found.collect(_check_inventory, folder, record)
         if self._depth < LEVELS.index("structure") or found.problems:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from megatron_kd.cache.identity import is_hash
@@ -13,6 +15,7 @@ from megatron_kd.cache.storage import NOT_THERE
 from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, reported, samples_of
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
+_READ_TOGETHER = 64  # records, which take up to megabytes each
 _ATTEMPT = re.compile(r"([0-9]{6,9})-[0-9a-f]{32}")
 
 
@@ -52,16 +55,34 @@ class CommitRecord:
 
 def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
     """Raises CacheError for a shard not committed, or a record that is unreadable, damaged or of another cache."""
-    samples = cache.manifest.shard_samples(shard_index)
-    name = cache.commit_name(shard_index)
-    path, repair = cache.storage.where(name), _repair(cache)
     try:
-        stored = cache.storage.read(name, _largest_record(cache, len(samples)))
+        return _read_record(cache, shard_index, cache.commit_name(shard_index))
     except FileNotFoundError as error:
         raise CacheError(
             f"shard {shard_index} of {cache.location} (samples {samples_of(cache, [shard_index])}) was never "
             f"committed; missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
         ) from error
+
+
+def read_commits(cache: Cache, shards: Sequence[int]) -> Iterator[CommitRecord]:
+    """The records of some shards in their order, where a read costs a round trip several at a time.
+
+    Raises as ``read_commit``.
+    """
+    for begin in range(0, len(shards), _READ_TOGETHER):
+        yield from cache.storage.together(
+            [partial(read_commit, cache, shard) for shard in shards[begin : begin + _READ_TOGETHER]]
+        )
+
+
+def _read_record(cache: Cache, shard_index: int, name: str) -> CommitRecord:
+    """The record of a shard in the file ``name``. Raises as ``read_commit``, and FileNotFoundError where none is."""
+    samples = cache.manifest.shard_samples(shard_index)
+    path, repair = cache.storage.where(name), _repair(cache)
+    try:
+        stored = cache.storage.read(name, _largest_record(cache, len(samples)))
+    except FileNotFoundError:
+        raise
     except OSError as error:
         kind = CacheError if isinstance(error, NOT_THERE) else StoreUnreachableError
         raise kind(f"{path} cannot be read: {error.strerror}") from error
@@ -129,14 +150,32 @@ def object_names(cache: Cache) -> set[str]:
     return {"zarr.json", *(f"{a.name}/{file}" for a in arrays for file in ("zarr.json", a.object_name))}
 
 
-def discard_shard(cache: Cache, shard_index: int) -> None:
-    """Takes a shard out of the cache, so that it is missing: its commit record is removed, damaged or not.
+def discard_shard(cache: Cache, shard_index: int, attempt: str) -> bool:
+    """Takes one attempt at a shard out of the cache, so that the shard is missing: its commit record is removed.
 
-    Its files stay, for readers that have them open, as an orphan that ``remove_orphans`` collects.
+    Its files stay, for readers that have them open, as an orphan that ``remove_orphans`` collects. What another job
+    has committed in its place is left alone.
+
+    Args:
+        attempt: as named by the record that was looked at; empty for a record that is damaged itself.
+
+    Returns:
+        Whether it was there, and is gone.
 
     Raises:
         CacheError: the disk refuses.
     """
     name = cache.commit_name(shard_index)
+
+    def is_it(file: str) -> bool:
+        try:
+            return _read_record(cache, shard_index, file).attempt == attempt
+        except FileNotFoundError:
+            return False
+        except StoreUnreachableError:
+            raise
+        except CacheError:
+            return not attempt
+
     with reported(cache.storage.where(name), "removing"):
-        cache.storage.remove(name)
+        return cache.storage.remove_if(name, is_it)

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import stat
+import uuid
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -62,7 +63,7 @@ class Storage(ABC):
 
     @abstractmethod
     def exists(self, name: str) -> bool:
-        """Whether a file of this name is there."""
+        """Whether a file of this name is there. Raises OSError where the system does not tell."""
 
     @abstractmethod
     def read(self, name: str, limit: int) -> bytes:
@@ -105,6 +106,20 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Removes a file, or a folder with all that is in it. No error where it is gone already."""
+
+    def remove_if(self, name: str, is_it: Callable[[str], bool]) -> bool:
+        """Removes a file if it is the one that is meant; returns whether it did.
+
+        In an object store, which has no such thing, a file that takes its place between the look and the removal is
+        removed in its stead. On a disk none is.
+
+        Args:
+            is_it: looks at the file under a name. Also called for a name where none is.
+        """
+        if not is_it(name):
+            return False
+        self.remove(name)
+        return True
 
     @abstractmethod
     def prepare(self, *folders: str) -> None:
@@ -173,7 +188,12 @@ class LocalStorage(Storage):
         return LocalStorage(self.path / name)
 
     def exists(self, name: str) -> bool:
-        return (self.path / name).exists()
+        # Not Path.exists, which from Python 3.14 on takes every refusal for a no: a shard would be captured again.
+        try:
+            os.stat(self.path / name)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def read(self, name: str, limit: int) -> bytes:
         descriptor, size = _open(self.path / name)
@@ -188,12 +208,16 @@ class LocalStorage(Storage):
         return sorted(os.listdir(self.path))
 
     def files(self) -> list[StoredObject]:
-        found = []
-        for folder, _, names in os.walk(self.path, onerror=_raise):
-            for name in names:
-                path = Path(folder, name)
-                status = path.stat()
-                found.append(StoredObject(path.relative_to(self.path).as_posix(), status.st_size, status.st_mtime))
+        found, folders = [], [""]
+        while folders:
+            folder = folders.pop()
+            with os.scandir(self.path / folder) as entries:
+                for entry in entries:
+                    if not entry.is_dir():
+                        status = entry.stat()
+                        found.append(StoredObject(f"{folder}{entry.name}", status.st_size, status.st_mtime))
+                    elif not entry.is_symlink():
+                        folders.append(f"{folder}{entry.name}/")
         return sorted(found, key=lambda file: file.name)
 
     def total_bytes(self, name: str) -> int:
@@ -221,6 +245,23 @@ class LocalStorage(Storage):
         else:
             path.unlink(missing_ok=True)
         fsync_directory(path.parent)
+
+    def remove_if(self, name: str, is_it: Callable[[str], bool]) -> bool:
+        if not is_it(name):
+            return False
+        path = self.path / name
+        aside = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            os.rename(path, aside)  # from here on nobody can exchange it
+        except FileNotFoundError:
+            return False
+        wanted = is_it(aside.relative_to(self.path).as_posix())
+        if not wanted:
+            with suppress(FileExistsError):  # a third one has come meanwhile: one is as good as the other
+                os.link(aside, path)
+        aside.unlink()
+        fsync_directory(path.parent)
+        return wanted
 
     def prepare(self, *folders: str) -> None:
         for folder in ("", *folders):
@@ -299,7 +340,3 @@ def _open(path: Path) -> tuple[int, int]:
         os.close(descriptor)
         raise CacheError(f"{path} is not a file")
     return descriptor, status.st_size
-
-
-def _raise(error: OSError) -> None:
-    raise error

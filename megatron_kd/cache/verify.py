@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,17 @@ from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges,
 from megatron_kd.cache.text import printable, size_text
 from megatron_kd.cache.workers import run_tasks, usable_cores
 from megatron_kd.cache.writer import orphans
+from megatron_kd.daemons import DaemonThreads
 from megatron_kd.progress import Advance, progress
 
 __all__ = ["LEVELS", "Level", "VerifyReport", "verify"]
 
 # CPU seconds, as measured on one core: they decide how many processes are worth their start.
-_SECONDS_PER_SHARD = {"inventory": 5e-4, "structure": 5e-3, "crc": 5e-3, "deep": 5e-3}
-_SECONDS_PER_BYTE = {"inventory": 0.0, "structure": 0.0, "crc": 1.5e-9, "deep": 8e-9}
+_SECONDS_PER_SHARD = {"structure": 5e-3, "crc": 5e-3, "deep": 5e-3}
+_SECONDS_PER_BYTE = {"structure": 0.0, "crc": 1.5e-9, "deep": 8e-9}
 _WORTH_A_PROCESS = 0.5
+_INVENTORY_THREADS = 8
+_INVENTORY_BATCH = 256  # shards whose problems are collected at a time
 
 
 @dataclass
@@ -40,10 +44,12 @@ class VerifyReport:
         level: as asked for.
         problems: one line each: what is wrong and where; holes included. In the order of the shards.
         damaged_shards: committed shards with a problem, ascending; to be captured anew.
+        damaged_attempts: of each of them the attempt that was looked at; empty where the record itself is damaged.
         missing_samples: those of the shards that were never committed, in words; empty for none. A capture that still
             runs, or was stopped, has some and no damage.
         shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts, of the shards asked for.
         bytes: of the files that committed shards consist of.
+        record_bytes: of their commit records.
         orphans: attempts and temporary files that no record names. They take space and harm nothing; those of a
             capture that is running now are among them. Not looked for where only some shards are checked.
     """
@@ -51,6 +57,7 @@ class VerifyReport:
     level: str
     problems: list[str] = field(default_factory=list)
     damaged_shards: list[int] = field(default_factory=list)
+    damaged_attempts: list[str] = field(default_factory=list)
     missing_samples: str = ""
     shards_expected: int = 0
     shards_committed: int = 0
@@ -58,6 +65,7 @@ class VerifyReport:
     rows_committed: int = 0
     tokens: int = 0
     bytes: int = 0
+    record_bytes: int = 0
     orphans: list[str] = field(default_factory=list)
 
     @property
@@ -99,8 +107,8 @@ def verify(
     Args:
         shards: those to check; of others nothing is read but the names of their records. None for all.
         workers: processes that share the work; 1 does all of it in this one, None takes as many as there are usable
-            cores and as the cache is worth. More than one is for programs whose main module can be imported, as for
-            ``multiprocessing``.
+            cores and as the cache is worth (none for an inventory, whose threads wait for files). More than one is for
+            programs whose main module can be imported, as for ``multiprocessing``.
 
     Raises:
         CacheError: where there is no cache, or its manifest or rank table is damaged: nothing can be judged then; and
@@ -127,19 +135,33 @@ def verify(
     checked = {shard: _Shard(sizes[shard]) for shard in committed if shard in sizes}
     rows = sum(shard.rows for shard in checked.values())
     if workers is None:
-        workers = _worthwhile(cache, list(checked), level)
+        workers = 1 if level == "inventory" else _worthwhile(cache, list(checked), level)
     with progress(f"verify {level}", rows, unit="rows", enabled=show_progress) as advance:
-        run_tasks(
-            (Check(shard) for shard in checked),
-            partial(ShardChecker, cache if workers == 1 else cache.location, level),
-            lambda check, found: checked[check.shard].take(check, found, advance),
-            workers,
-        )
+        if level == "inventory" and workers == 1:
+            _look_in_threads(cache, checked, advance)
+        else:
+            run_tasks(
+                (Check(shard) for shard in checked),
+                partial(ShardChecker, cache if workers == 1 else cache.location, level),
+                lambda check, found: checked[check.shard].take(check, found, advance),
+                workers,
+            )
     _add_up(checked, report)
     if shards is None:
         left = Found(report.problems)  # a record that cannot be read is no new problem
         report.orphans = left.collect(orphans, cache) or []
     return report
+
+
+def _look_in_threads(cache: Cache, checked: dict[int, _Shard], advance: Advance) -> None:
+    """The inventory waits for a file system or a store, and hardly computes: several shards at a time."""
+    checker, threads = ShardChecker(cache, "inventory"), DaemonThreads(_INVENTORY_THREADS, "inventory")
+    try:
+        for shards in batched(checked, _INVENTORY_BATCH):
+            for shard, found in zip(shards, threads.map([partial(checker, Check(s)) for s in shards]), strict=True):
+                checked[shard].take(Check(shard), found, advance)
+    finally:
+        threads.close(0)
 
 
 def _report_holes(cache: Cache, wanted: Iterable[int], committed: list[int], report: VerifyReport) -> None:
@@ -207,6 +229,8 @@ def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
             report.rows_committed += whole.row_count
             report.tokens += whole.tokens
             report.bytes += whole.bytes
+            report.record_bytes += whole.record_bytes
         if problems:
             report.problems += problems
             report.damaged_shards.append(index)
+            report.damaged_attempts.append(whole.attempt)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.array_writer import ArrayWriter, write_object
-from megatron_kd.cache.commits import CommitRecord, read_commit
+from megatron_kd.cache.commits import CommitRecord, attempt_shard, read_commit, read_commits
 from megatron_kd.cache.mass import check_mass
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
@@ -204,7 +204,7 @@ def orphans(path: Path | str | Cache) -> list[str]:
     storage = cache.storage
     # Attempts first: one that is committed after this listing is then found in the records, not taken for garbage.
     attempts = storage.below("shards").names()
-    used = {read_commit(cache, shard).attempt for shard in committed_shards(cache)}
+    used = {record.attempt for record in read_commits(cache, committed_shards(cache))}
     temporary = [
         name
         for folder in ("", "commits/")
@@ -221,13 +221,17 @@ def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[st
 
     Returns:
         What was removed, by names relative to the cache.
+
+    Raises:
+        CacheError: where there is no cache, a commit record is damaged, or the disk refuses.
     """
     cache = open_cache(path)
     removed = []
     for orphan in orphans(cache):
         try:
             written = cache.storage.last_written(orphan)
-            if written is None or time.time() - written < idle_s:
+            # Removing many takes a while, in which a writer that stood still may have committed.
+            if written is None or time.time() - written < idle_s or _is_used(cache, orphan):
                 continue
             with reported(cache.storage.where(orphan), "removing"):
                 cache.storage.remove(orphan)
@@ -235,3 +239,12 @@ def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[st
             continue  # its writer, or another clean-up, took it away meanwhile
         removed.append(orphan)
     return removed
+
+
+def _is_used(cache: Cache, orphan: str) -> bool:
+    """Whether the record of its shard names an attempt by now."""
+    attempt = orphan.removeprefix("shards/")
+    shard = attempt_shard(attempt)
+    if shard is None or shard >= cache.manifest.shards or not cache.storage.exists(cache.commit_name(shard)):
+        return False
+    return read_commit(cache, shard).attempt == attempt

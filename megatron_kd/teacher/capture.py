@@ -13,7 +13,6 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.store import Cache, committed_shards, missing_shards, ranges, samples_of
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import RowBatch, SampleSet, open_samples
@@ -23,6 +22,7 @@ from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import Advance, progress
 from megatron_kd.teacher.capture_cache import (
+    Committed,
     check_committed,
     check_samples,
     check_tokenizer,
@@ -43,7 +43,7 @@ class CaptureReport:
         rows_captured, tokens_captured: by this job.
         seconds: scoring and writing; loading the teacher is not counted.
         tokens_per_s: of this job.
-        bytes_per_token: of what is committed so far, commit records included; 0 while nothing is.
+        bytes_per_token: of what is committed so far of this job's part, commit records included; 0 while nothing is.
         complete: nothing is missing, in no part.
         missing_samples: what is, in words, such as ``0–9, 40–44``; empty for a complete cache.
         stopped: a signal ended it before its part was done.
@@ -90,8 +90,8 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
     show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
     cache = open_or_create_cache(recipe, samples, teacher, groups)
     shards = part.shards(cache.manifest.shards)
-    check_committed(cache, shards, repair=repair, show_progress=show)
-    return _Capture(recipe, samples, teacher, groups, cache, shards).run(show)
+    known = check_committed(cache, shards, repair=repair, show_progress=show)
+    return _Capture(recipe, samples, teacher, groups, cache, shards, known).run(show)
 
 
 def draw_shards(todo: list[int], most: int, chance: random.Random) -> list[int]:
@@ -114,7 +114,9 @@ class _Capture:
         groups: ParallelGroups,
         cache: Cache,
         shards: range,
+        known: Committed,
     ) -> None:
+        self._known = known
         self._samples, self._teacher, self._groups, self._cache, self._shards = samples, teacher, groups, cache, shards
         self._micro_batch_size = recipe.teacher.capture.micro_batch_size
         self._dtype = row_dtype(recipe.teacher.capture.value_dtype)
@@ -127,7 +129,7 @@ class _Capture:
 
     def run(self, show_progress: bool) -> CaptureReport:
         """All rounds, then what they came to. Collective over all ranks."""
-        left, _ = first_rank_tells(f"checking {self._cache.location}", self._next_round)
+        left, shards = self._next_round()
         stopped = False
         self._started = time.monotonic()
         with (
@@ -135,14 +137,14 @@ class _Capture:
             ShardWriter(self._cache, max(WAITING_ROWS, self._micro_batch_size)) as writer,
             progress(f"capture → {self._cache.location}", left, unit="rows", enabled=show_progress) as advance,
         ):
-            while not stopped:
-                still_left, shards = first_rank_tells(f"checking {self._cache.location}", self._next_round)
-                if still_left < left:
-                    advance(left - still_left)  # another job did those
-                if not shards:
-                    break
+            while shards and not stopped:
                 stopped = self._score_round(shards, writer, stop, advance)
-                left = still_left - sum(len(self._cache.manifest.shard_samples(shard)) for shard in shards)
+                left -= sum(len(self._cache.manifest.shard_samples(shard)) for shard in shards)
+                if not stopped:
+                    still_left, shards = self._next_round()
+                    if still_left < left:
+                        advance(left - still_left)  # another job did those
+                    left = still_left
             with fail_together(self._writing):
                 writer.finish()
         rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in writer.committed)
@@ -151,10 +153,14 @@ class _Capture:
         return first_rank_tells(f"checking {self._cache.location}", lambda: self._report(rows, seconds, stopped))
 
     def _next_round(self) -> tuple[int, list[int]]:
-        """How many rows are left that nobody has done, and the shards that this job's ranks take next."""
-        todo = [s for s in missing_shards(self._cache) if s in self._shards and s not in self._taken]
-        rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in todo)
-        return rows, draw_shards(todo, self._groups.dp_size, self._chance)
+        """How many rows are left that nobody has done, and the shards that this job's ranks take next. Collective."""
+
+        def look() -> tuple[int, list[int]]:
+            todo = [s for s in missing_shards(self._cache) if s in self._shards and s not in self._taken]
+            rows = sum(len(self._cache.manifest.shard_samples(shard)) for shard in todo)
+            return rows, draw_shards(todo, self._groups.dp_size, self._chance)
+
+        return first_rank_tells(f"checking {self._cache.location}", look)
 
     def _score_round(self, shards: list[int], writer: ShardWriter, stop: StopOnSignal, advance: Advance) -> bool:
         """One shard per data-parallel rank; ranks without one take part in the exchanges. Returns whether to stop.
@@ -208,19 +214,20 @@ class _Capture:
 
     def _report(self, rows_captured: int, seconds: float, stopped: bool) -> CaptureReport:
         cache, length = self._cache, self._samples.seq_length
-        missing = missing_shards(cache)
+        committed = committed_shards(cache)
+        there = set(committed)
+        missing = [shard for shard in range(cache.manifest.shards) if shard not in there]
         mine = [shard for shard in missing if shard in self._shards]
         if mine and not stopped:
             raise CacheError(f"{cache.location} still lacks shards {ranges(mine)}: run megatron-kd capture again")
-        records = [read_commit(cache, shard) for shard in committed_shards(cache)]
-        stored = sum(record.stored_bytes + len(record.to_json()) for record in records)
+        known = self._known.with_new(cache, (shard for shard in committed if shard in self._shards))
         return CaptureReport(
             rows=len(self._samples),
             rows_captured=rows_captured,
             tokens_captured=rows_captured * length,
             seconds=seconds,
             tokens_per_s=rows_captured * length / seconds,
-            bytes_per_token=stored / max(1, sum(record.tokens for record in records)),
+            bytes_per_token=known.bytes / max(1, known.tokens),
             complete=not missing,
             missing_samples=samples_of(cache, missing),  # of one look: other jobs commit meanwhile
             stopped=stopped,

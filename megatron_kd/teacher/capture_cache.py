@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megatron_kd.cache.commits import discard_shard
+from megatron_kd.cache.commits import discard_shard, read_commits
 from megatron_kd.cache.manifest import CacheManifest
 from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
-from megatron_kd.cache.store import Cache, cache_exists, create_cache, open_same_cache, ranges, samples_of
-from megatron_kd.cache.verify import verify
+from megatron_kd.cache.store import (
+    Cache,
+    cache_exists,
+    committed_shards,
+    create_cache,
+    open_same_cache,
+    ranges,
+    samples_of,
+)
+from megatron_kd.cache.verify import Level, verify
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.data.tokenizer import load_tokenizer
@@ -125,7 +134,34 @@ def open_or_create_cache(recipe: Recipe, samples: SampleSet, teacher: TeacherEng
         return open_same_cache(path, manifest)
 
 
-def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress: bool) -> list[int]:
+@dataclass(frozen=True)
+class Committed:
+    """What is known of committed shards, so that their records need not be read again.
+
+    Attributes:
+        shards: which.
+        bytes: of their files and records.
+        tokens: that they hold.
+    """
+
+    shards: frozenset[int] = frozenset()
+    bytes: int = 0
+    tokens: int = 0
+
+    def with_new(self, cache: Cache, committed: Iterable[int]) -> Committed:
+        """Adds what became known since: reads the records of those of ``committed`` that are not counted yet.
+
+        Raises CacheError for a record that cannot be read.
+        """
+        new = [shard for shard in committed if shard not in self.shards]
+        stored, tokens = self.bytes, self.tokens
+        for record in read_commits(cache, new):
+            stored += record.stored_bytes + len(record.to_json())
+            tokens += record.tokens
+        return Committed(self.shards.union(new), stored, tokens)
+
+
+def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress: bool) -> Committed:
     """Looks at what is committed already. Collective over all ranks.
 
     Args:
@@ -134,24 +170,28 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
             else only names and sizes are, and damage is an error. Holes are none.
 
     Returns:
-        The shards that were taken out.
+        What was looked at; nothing where something was taken out.
 
     Raises:
         CacheError: damage, with its shards and samples.
         RemoteRankError: the first rank found damage.
     """
 
-    def look() -> list[int]:
-        if repair:
-            report = verify(cache, "crc", shards=shards, workers=None, show_progress=show_progress)
-        else:
-            report = verify(cache, "inventory", shards=shards)
+    def look() -> Committed:
+        done = [shard for shard in committed_shards(cache) if shard in shards]
+        if not done:
+            return Committed()
+        level: Level = "crc" if repair else "inventory"
+        report = verify(cache, level, shards=done, workers=None, show_progress=show_progress)
         damaged = report.damaged_shards
-        if damaged and not repair:
+        if not damaged:
+            return Committed(frozenset(done), report.bytes + report.record_bytes, report.tokens)
+        if not repair:
             raise CacheError(_damage(cache, damaged))
-        for shard in damaged:
-            discard_shard(cache, shard)
-        return damaged
+        # Another job may have repaired a shard meanwhile: what it committed is not what was found damaged.
+        for shard, attempt in zip(damaged, report.damaged_attempts, strict=True):
+            discard_shard(cache, shard, attempt)
+        return Committed()
 
     return first_rank_tells(f"checking {cache.location}", look)
 

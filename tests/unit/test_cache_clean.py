@@ -12,9 +12,10 @@ import pytest
 
 from megatron_kd.cache.clean import clean
 from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
+from megatron_kd.cache.storage import LocalStorage
 from megatron_kd.cache.store import Cache, create_cache
 from megatron_kd.cache.verify import verify
-from megatron_kd.cache.writer import orphans
+from megatron_kd.cache.writer import orphans, remove_orphans
 from megatron_kd.errors import CacheError
 from tests.unit.cache_rows import commit_path, folder_of, make_cache, make_manifest, shards_folder
 
@@ -86,3 +87,22 @@ def test_with_a_damaged_record_nothing_is_removed(cache: Cache) -> None:
     assert (shards_folder(cache) / "000000-old").exists()
     with pytest.raises(ValueError, match="idle_s is -1"):
         clean(cache, -1)
+
+
+def test_an_attempt_that_is_committed_meanwhile_stays(tmp_path: Path) -> None:
+    """Its writer stood still for days and goes on while other leftovers are removed."""
+    made, _ = make_cache(tmp_path / "c", [30, 40], 1)
+    record = commit_path(made, 1).read_bytes()
+    commit_path(made, 1).unlink()
+    (shards_folder(made) / "000000-old").mkdir()
+    for attempt in shards_folder(made).iterdir():
+        _age(attempt, 2)
+
+    class Slow(LocalStorage):
+        def last_written(self, name: str) -> float | None:
+            commit_path(made, 1).write_bytes(record)
+            return super().last_written(name)
+
+    assert len(orphans(made)) == 2
+    assert remove_orphans(Cache(Slow(folder_of(made)), made.manifest, made.rank_table)) == ["shards/000000-old"]
+    assert verify(made, "deep").ok

@@ -186,9 +186,25 @@ def test_damaged_record(whole: tuple[Cache, list[Row]], text: str, message: str)
     with pytest.raises(CacheError, match=rf"sample 1 .*000000\.json {message}.*`megatron-kd capture --repair`"):
         CacheReader(cache).read(1)
     assert not verify(cache, "inventory").ok
-    discard_shard(cache, 0)
+    assert verify(cache, "crc").damaged_attempts == [""] and discard_shard(cache, 0, "")
     assert write_shard(cache, 0, [make_row(s, n, temperatures=(1.0, 2.0)) for s, n in enumerate((300, 1, 700))])
     assert verify(cache, "deep").ok
+
+
+def test_what_another_job_repaired_meanwhile_is_kept(whole: tuple[Cache, list[Row]]) -> None:
+    """Two jobs find the same damage; one has captured the shards again before the other takes out what it found."""
+    cache, rows = whole
+    _flip(_folder(cache, 0) / "rank" / "c.0.0", 8 * 40)
+    commit_path(cache, 1).write_text("{")
+    found = verify(cache, "crc")
+    assert found.damaged_shards == [0, 1] and found.damaged_attempts == [read_commit(cache, 0).attempt, ""]
+    for shard, attempt in zip(found.damaged_shards, found.damaged_attempts, strict=True):
+        assert discard_shard(cache, shard, attempt)
+        assert not discard_shard(cache, shard, attempt), "it is gone"
+        assert write_shard(cache, shard, [rows[sample] for sample in cache.manifest.shard_samples(shard)])
+        assert not discard_shard(cache, shard, attempt), "this one was not found damaged"
+    assert verify(cache, "deep").ok
+    assert sorted(path.name for path in commits_folder(cache).iterdir()) == ["000000.json", "000001.json"]
 
 
 def test_a_record_that_cannot_be_read_is_not_called_damaged(whole: tuple[Cache, list[Row]]) -> None:

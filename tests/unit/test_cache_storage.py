@@ -299,6 +299,40 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
             LocalStorage(tmp_path).read(name, 10)
 
 
+def test_what_the_system_does_not_tell_is_no_no(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "circle").symlink_to("circle")
+    storage = LocalStorage(tmp_path)
+    assert storage.exists("file") and not storage.exists("none") and not storage.exists("file/none")
+    with pytest.raises(OSError, match="symbolic links"):
+        storage.exists("circle")
+
+
+def test_only_the_file_that_is_meant_is_removed(storage: Storage) -> None:
+    storage.create("a/x", b"old")
+    assert not storage.remove_if("a/x", lambda name: storage.read(name, 9) == b"new") and storage.exists("a/x")
+    assert storage.remove_if("a/x", lambda name: storage.read(name, 9) == b"old")
+    assert not storage.remove_if("a/x", storage.exists) and storage.files() == []
+
+
+@pytest.mark.parametrize("third", [False, True])
+def test_what_takes_its_place_between_the_look_and_the_removal_stays(tmp_path: Path, third: bool) -> None:
+    storage = LocalStorage(tmp_path)
+    storage.create("x", b"old")
+
+    def is_it(name: str) -> bool:
+        found = storage.read(name, 9) == b"old"
+        if name == "x":  # now others are faster
+            storage.remove("x")
+            storage.create("x", b"new")
+        elif third:
+            storage.create("x", b"newest")
+        return found
+
+    assert not storage.remove_if("x", is_it)
+    assert storage.names() == ["x"] and storage.read("x", 9) == (b"newest" if third else b"new")
+
+
 def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "precious").write_text("x")
@@ -329,7 +363,8 @@ def test_a_whole_cache_in_an_object_store(server: dict[str, str]) -> None:
     assert report.ok and report.rows_committed == 4, report.problems
     seen = inspect(url)
     assert seen["complete"] and seen["path"] == url and seen["bytes"] > report.bytes
-    discard_shard(cache, 1)
+    assert not discard_shard(cache, 1, read_commit(cache, 0).attempt)
+    assert discard_shard(cache, 1, read_commit(cache, 1).attempt)
     assert missing_shards(cache) == [1]
     (left,) = orphans(cache)
     assert remove_orphans(cache) == [] and [item.name for item in clean(url, dry_run=True).kept] == [left]

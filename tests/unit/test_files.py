@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -71,6 +72,23 @@ def test_a_link_whose_answer_was_lost_is_ours(tmp_path: Path, monkeypatch: pytes
     (tmp_path / "folder").mkdir()
     assert not create_only(tmp_path / "folder", b"ours")
     assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_name_is_durable_for_whoever_finds_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
+    """The winner may not have come to its own sync yet when a loser takes its file away because of it."""
+    path, synced = tmp_path / "file", list[bool]()
+    if not first:
+        path.write_bytes(b"of another")
+    exact = os.fsync
+
+    def seen(descriptor: int) -> None:
+        synced.append(stat.S_ISDIR(os.fstat(descriptor).st_mode) and path.exists())
+        exact(descriptor)
+
+    monkeypatch.setattr(os, "fsync", seen)
+    assert create_only(path, b"ours") == first
+    assert synced[-1], "the folder is synced once the name is in it"
 
 
 def test_json_is_readable(tmp_path: Path) -> None:

@@ -17,11 +17,13 @@ from hypothesis import strategies as st
 
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
-from megatron_kd.cache.store import committed_shards, create_cache
+from megatron_kd.cache.storage import LocalStorage
+from megatron_kd.cache.store import Cache, committed_shards, create_cache
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans, write_shard
 from megatron_kd.errors import CacheError, ConfigError
 from megatron_kd.teacher.capture import draw_shards
+from megatron_kd.teacher.capture_cache import check_committed
 from megatron_kd.teacher.part import WHOLE, Part
 from megatron_kd.teacher.rank_probe import probe_plan
 from megatron_kd.teacher.shard_writer import RowQueue, ShardWriter
@@ -79,6 +81,54 @@ def test_jobs_in_step_do_little_twice() -> None:
                 done.update(new)
         twice += len(taken[0] & taken[1])
     assert twice / 20 < 12, f"of 64 shards {twice / 20} were done twice"
+
+
+class _Counting(LocalStorage):
+    """A folder that notes what is read of it, but for its shards."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.seen: list[str] = []
+
+    def read(self, name: str, limit: int) -> bytes:
+        self.seen.append(name)
+        return super().read(name, limit)
+
+
+def test_a_record_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = create_cache(tmp_path / "c", make_manifest(10, 2), rank_table())
+
+    def write(*shards: int) -> None:
+        for shard in shards:
+            write_shard(made, shard, [make_row(sample, 40) for sample in made.manifest.shard_samples(shard)])
+
+    write(0, 1, 4)
+    storage = _Counting(tmp_path / "c")
+    cache = Cache(storage, made.manifest, made.rank_table)
+    known = check_committed(cache, range(1, 5), repair=False, show_progress=True)
+    assert known.shards == {1, 4} and known.tokens == 4 * 40
+    assert sorted(storage.seen) == ["commits/000001.json", "commits/000004.json"]
+    assert "verify inventory: 4/4 rows" in capsys.readouterr().err
+    storage.seen.clear()
+    write(3)
+    known = known.with_new(cache, [1, 3, 4])
+    assert storage.seen == ["commits/000003.json"]
+    files = [*(path for shard in (1, 3, 4) for path in tmp_path.rglob(f"shards/{shard:06d}-*/**/*") if path.is_file())]
+    files += [tmp_path / f"c/commits/{shard:06d}.json" for shard in (1, 3, 4)]
+    assert (known.shards, known.tokens) == ({1, 3, 4}, 6 * 40)
+    assert known.bytes == sum(path.stat().st_size for path in files)
+
+
+def test_repair_leaves_what_is_good_to_count(tmp_path: Path) -> None:
+    cache = create_cache(tmp_path / "c", make_manifest(4, 2), rank_table())
+    for shard in range(2):
+        write_shard(cache, shard, [make_row(sample, 40) for sample in cache.manifest.shard_samples(shard)])
+    (tmp_path / "c/commits/000001.json").write_text("{")
+    with pytest.raises(CacheError, match=r"shard 1 .* is damaged"):
+        check_committed(cache, range(2), repair=False, show_progress=False)
+    assert check_committed(cache, range(1), repair=False, show_progress=False).shards == {0}
+    assert check_committed(cache, range(2), repair=True, show_progress=False).with_new(cache, [0]).tokens == 80
+    assert committed_shards(cache) == [0]
 
 
 def test_a_row_queue_is_bounded_and_keeps_the_order() -> None:
