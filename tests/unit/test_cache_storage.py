@@ -172,7 +172,7 @@ def test_a_put_whose_answer_was_lost_is_ours(server: dict[str, str], monkeypatch
         assert missing_shards(cache) == [] and orphans(cache) == []
         assert_rows_equal(CacheReader(cache).read(3), make_row(3, LENGTHS[3]))
         # Another writer's commit between this one's look and its put, whose answer is lost: beaten, and cleaned up.
-        discard_shard(cache, 1)
+        discard_shard(cache, 1, read_commit(cache, 1).attempt)
         lost.clear()
         rows = [make_row(s, LENGTHS[s]) for s in cache.manifest.shard_samples(1)]
 
