@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from megatron_kd.config import ModelConfig
 from megatron_kd.device import current_device, fail_together, first_rank_tells, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
-from megatron_kd.models.hf_config import HF_KEYS
+from megatron_kd.models.hf_config import HF_KEYS, check_architecture
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,20 +80,24 @@ def _hashes(path: Path, model: Any) -> tuple[str, str]:
 def described_architecture(model: ModelConfig, loaded: LoadedModel) -> dict[str, Any]:
     """The fields of a recipe's model that the loaded one was found to have; kept in the cache.
 
-    The family is among them only where it is the loaded one's: a recipe describes Llama's alone.
+    All of them where it is the recipe's model in every respect; else those that every architecture has, which must
+    agree.
 
     Raises:
         CheckpointError: the first field that differs, with both values.
     """
     config = loaded.model.config.get_text_config()
+    if config.model_type == model.family:
+        # A teacher that only transformers runs may be what no family here builds, with biases for instance.
+        with suppress(CheckpointError):
+            check_architecture(model, config.to_dict())
+            return {key: value for key, value in model.model_dump(mode="json").items() if key != "hf"}
     seen = {ours: getattr(config, theirs, None) for ours, theirs in HF_KEYS.items()}
     rope = getattr(config, "rope_parameters", None) or {}
     seen["rotary_base"] = rope.get("rope_theta") if isinstance(rope, dict) else None
     tied = getattr(config, "tie_word_embeddings", None)
     seen["untie_embeddings_and_output_weights"] = None if tied is None else not tied
     described: dict[str, Any] = {"name": model.name}
-    if config.model_type == model.family:
-        described["family"] = model.family
     for field, value in seen.items():
         if not isinstance(value, int | float):
             continue  # a family without such a thing, or with one for each layer
