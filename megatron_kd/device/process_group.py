@@ -10,8 +10,10 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megatron_kd.device.platform import current_device, is_cuda
 from megatron_kd.errors import RemoteRankError
@@ -167,3 +169,28 @@ def sum_over_ranks(values: Sequence[int]) -> list[int]:
     with lost_ranks_reported():
         dist.all_reduce(total)
         return [int(value) for value in total.tolist()]
+
+
+def gather_arrays[T: np.generic](values: NDArray[T]) -> list[NDArray[T]]:
+    """The arrays [n] of all ranks, in their order; each may have its own length. Collective over all ranks.
+
+    Args:
+        values: of the same dtype on every rank.
+
+    Raises:
+        RemoteRankError: a rank died or did not answer in time.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [values]
+    ours = torch.from_numpy(np.frombuffer(values.tobytes(), np.uint8).copy()).to(current_device())
+    with lost_ranks_reported():
+        sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=ours.device)
+        sizes[dist.get_rank()] = len(ours)
+        dist.all_reduce(sizes)
+        longest = int(sizes.max())
+        gathered = [ours.new_empty(longest) for _ in sizes]
+        dist.all_gather(gathered, torch.nn.functional.pad(ours, (0, longest - len(ours))))
+        return [
+            np.frombuffer(part[:size].cpu().numpy().tobytes(), values.dtype)
+            for part, size in zip(gathered, sizes.tolist(), strict=True)
+        ]
