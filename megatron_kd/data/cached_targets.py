@@ -23,7 +23,7 @@ from megatron_kd.cache.store import open_cache
 from megatron_kd.cache.verify import verify
 from megatron_kd.config import ModelConfig
 from megatron_kd.data.context_slice import WHOLE, ContextSlice
-from megatron_kd.data.row_join import first_foreign, rows_by_hash
+from megatron_kd.data.row_join import first_foreign, rows_by_hash, rows_by_hash_together
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.device import host_buffer
 from megatron_kd.errors import CacheError
@@ -59,6 +59,7 @@ class CachedTargets:
             weights_sha256: of the teacher's weights, where they are at hand; those of the cache must be the same.
             share: (i, n): look at the files of every n-th shard from the i-th on, where n ranks open one cache; each
                 shard has some twenty files, and a file system for all would be asked for all of them by each rank.
+                Where rows have to be looked up, ``joined`` is then False until all ranks called ``join``.
 
         Raises:
             CacheError: no cache, missing rows, samples without a row, another tokenizer, a larger vocabulary, another
@@ -92,11 +93,43 @@ class CachedTargets:
         _check_teacher(path, manifest.teacher, teacher, weights_sha256)
         self._reader.require_complete()
         self._check_files(range(share[0], manifest.shards, share[1]))
+        self._rows: NDArray[np.int64] | None = None
+        self._hashes_compared = False
         if manifest.corpus.get("content") == samples.manifest["content"]:
             self._rows = np.arange(len(samples))
-        else:
-            self._rows = rows_by_hash(cache, samples)
-            logger.info("%s was made from other samples; the %d rows of %s are in it", path, len(samples), samples.path)
+        elif share[1] == 1:
+            self._take_joined(rows_by_hash(cache, samples))
+
+    @property
+    def joined(self) -> bool:
+        """Whether it is known which row of the cache is whose; nothing can be read before."""
+        return self._rows is not None
+
+    def join(self, what: str) -> None:
+        """Looks up the row of each sample by its hash, each rank a share of them. Collective over all ranks.
+
+        Args:
+            what: is being done, for the message of the ranks that have no failure of their own.
+
+        Raises:
+            CacheError: samples without a row, on one rank.
+            RemoteRankError: on the others.
+        """
+        self._take_joined(rows_by_hash_together(what, self._cache, self._samples))
+
+    def _take_joined(self, rows: NDArray[np.int64]) -> None:
+        self._rows, self._hashes_compared = rows, True
+        samples = self._samples
+        logger.info(
+            "%s was made from other samples; the %d rows of %s are in it",
+            self._cache.location,
+            len(samples),
+            samples.path,
+        )
+
+    def _known_rows(self) -> NDArray[np.int64]:
+        assert self._rows is not None, "opened with a share, and join was not called"
+        return self._rows
 
     def _check_files(self, shards: Sequence[int]) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
@@ -117,12 +150,15 @@ class CachedTargets:
     def check_rows(self, sample_ids: Sequence[int]) -> None:
         """Compares the hashes of some samples, as they are on disk now, with those the cache's records list.
 
-        Reads the tokens of the samples and no targets; many ranks may share the work.
+        Reads the tokens of the samples and no targets; many ranks may share the work. Where rows were just found by
+        these hashes there is nothing left to compare.
 
         Raises:
             CacheError: the first sample that is not the one its row was captured from, with the differing position.
         """
-        sample = first_foreign(self._cache, self._samples, self._rows, sample_ids)
+        if self._hashes_compared:
+            return
+        sample = first_foreign(self._cache, self._samples, self._known_rows(), sample_ids)
         if sample is not None:
             # Reading it says what is wrong; a row that cannot be read at all is refused as well.
             self._read(sample, range(1))
@@ -163,7 +199,7 @@ class CachedTargets:
         return targets
 
     def _read(self, sample: int, run: range) -> Row:
-        row, expected = int(self._rows[sample]), self._samples.row_hash(sample)
+        row, expected = int(self._known_rows()[sample]), self._samples.row_hash(sample)
         try:
             return self._reader.read_slice(row, run.start, run.stop, expected)
         except CacheError as error:

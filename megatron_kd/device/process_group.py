@@ -10,23 +10,36 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from megatron_kd.device.platform import current_device, is_cuda
 from megatron_kd.errors import RemoteRankError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _STILL_WORKING_S = 2.0
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
+"""The default group, and a gloo group of the same ranks for the words that they exchange."""
 
 
 def init_distributed(timeout: timedelta = DEFAULT_TIMEOUT) -> None:
     """Joins the default process group: nccl on CUDA, gloo on the CPU. A process started alone joins itself.
 
-    Every collective ends in an error after ``timeout``: a lost rank must never hang the others for ever.
+    Every collective ends in an error after ``timeout``: a lost rank must never hang the others for ever. The words that
+    ranks exchange here (failures, answers, sums) go over a gloo group of their own on every device: there the death of
+    a rank is an error at once, which nccl's watchdog would turn into the end of the process after the timeout, and a
+    device that has failed cannot keep its rank from saying so. Collective.
     """
-    if dist.is_initialized():
-        return
+    global _control
+    if not dist.is_initialized():
+        _init_default_group(timeout)
+    if _control is None or _control[0] is not dist.group.WORLD:
+        _control = cast(dist.ProcessGroup, dist.group.WORLD), dist.new_group(backend="gloo", timeout=timeout)
+
+
+def _init_default_group(timeout: timedelta) -> None:
     backend = "nccl" if is_cuda() else "gloo"
     options: dict[str, Any] = {"timeout": timeout}
     if is_cuda():
@@ -43,6 +56,13 @@ def destroy_distributed() -> None:
         dist.destroy_process_group()
 
 
+def _exchange(group: dist.ProcessGroup | None = None) -> tuple[dist.ProcessGroup | None, torch.device]:
+    """The group to exchange words in, and where their tensors lie. None is all ranks."""
+    if group is None and _control is not None and _control[0] is dist.group.WORLD:
+        return _control[1], torch.device("cpu")
+    return group, current_device()  # a default group that another program has made
+
+
 def any_rank(flag: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether the flag is set on any rank of the group; see ``on_any_rank``."""
     return on_any_rank([flag], group)[0]
@@ -56,7 +76,8 @@ def on_any_rank(flags: Sequence[bool], group: dist.ProcessGroup | None = None) -
     """
     if not dist.is_initialized():
         return list(flags)
-    values = torch.tensor([int(flag) for flag in flags], dtype=torch.int32, device=current_device())
+    group, device = _exchange(group)
+    values = torch.tensor([int(flag) for flag in flags], dtype=torch.int32, device=device)
     try:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return [bool(value) for value in values.tolist()]
@@ -144,7 +165,8 @@ def first_rank_tells[T](what: str, ask: Callable[[], T]) -> T:
         raise RemoteRankError(failed_elsewhere(what))
     answer = [asked.result() if is_first else None]
     with lost_ranks_reported():
-        dist.broadcast_object_list(answer, src=0, device=current_device())
+        group, device = _exchange()
+        dist.broadcast_object_list(answer, src=0, group=group, device=device)
     return cast(T, answer[0])
 
 
@@ -163,7 +185,34 @@ def sum_over_ranks(values: Sequence[int]) -> list[int]:
     """
     if not dist.is_initialized():
         return list(values)
-    total = torch.tensor(list(values), dtype=torch.int64, device=current_device())
+    group, device = _exchange()
+    total = torch.tensor(list(values), dtype=torch.int64, device=device)
     with lost_ranks_reported():
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=group)
         return [int(value) for value in total.tolist()]
+
+
+def gather_arrays[T: np.generic](values: NDArray[T]) -> list[NDArray[T]]:
+    """The arrays [n] of all ranks, in their order; each may have its own length. Collective over all ranks.
+
+    Args:
+        values: of the same dtype on every rank.
+
+    Raises:
+        RemoteRankError: a rank died or did not answer in time.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [values]
+    group, device = _exchange()
+    ours = torch.from_numpy(np.frombuffer(values.tobytes(), np.uint8).copy()).to(device)
+    with lost_ranks_reported():
+        sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=ours.device)
+        sizes[dist.get_rank()] = len(ours)
+        dist.all_reduce(sizes, group=group)
+        longest = int(sizes.max())
+        gathered = [ours.new_empty(longest) for _ in sizes]
+        dist.all_gather(gathered, torch.nn.functional.pad(ours, (0, longest - len(ours))), group=group)
+        return [
+            np.frombuffer(part[:size].cpu().numpy().tobytes(), values.dtype)
+            for part, size in zip(gathered, sizes.tolist(), strict=True)
+        ]

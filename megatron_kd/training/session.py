@@ -10,9 +10,11 @@ import torch.distributed as dist
 from megatron_kd.cache.store import cache_exists
 from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.row_join import share
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.data.steps import train_rows
-from megatron_kd.device import fail_together
+from megatron_kd.device import any_rank, fail_together
+from megatron_kd.errors import CacheError
 from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
@@ -20,6 +22,8 @@ from megatron_kd.teacher.capture_cache import check_samples
 from megatron_kd.teacher.megatron_engine import MegatronTeacher
 from megatron_kd.training.distill import Distillation
 from megatron_kd.training.evaluate import SPLIT
+
+OPENING = "opening the data"
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
     """
     groups = join_ranks(recipe)
     online = recipe.teacher.mode == "online"
-    with fail_together("opening the data"):
+    with fail_together(OPENING):
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)
         rows = train_rows(samples, recipe.data.train_tokens)
@@ -68,12 +72,19 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
         evaluation_cached = cached
         if online and recipe.teacher.cache is not None and cache_exists(recipe.teacher.cache):
             evaluation_cached = _open_cache(recipe, samples)
+    if any_rank(evaluation_cached is not None and not evaluation_cached.joined):
+        with fail_together(OPENING):
+            if evaluation_cached is None:
+                raise CacheError(f"the cache {recipe.teacher.cache} is there for other ranks and not for this one")
+        assert evaluation_cached is not None
+        evaluation_cached.join(OPENING)
+    with fail_together(OPENING):
         if evaluation_cached is not None:
             # Every rank looks at its share of what the run may read; where one finds fault, all end here. Neighbours
             # go to one rank, which then reads few commit records.
-            every = [*rows, *samples.splits.get(SPLIT, ())]
             rank, ranks = dist.get_rank(), dist.get_world_size()
-            evaluation_cached.check_rows(every[len(every) * rank // ranks : len(every) * (rank + 1) // ranks])
+            for read in (rows, samples.splits.get(SPLIT, range(0))):
+                evaluation_cached.check_rows(share(read, rank, ranks))
     needs_teacher = online and not (for_evaluation and evaluation_cached is not None)
     teacher = MegatronTeacher(recipe, groups) if needs_teacher else None
     offline_view = Distillation(as_offline(recipe), groups, None)

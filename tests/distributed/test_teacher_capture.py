@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_kd.testing import RankFailedError, run_distributed
 from tests.assets import tiny_recipe
@@ -115,11 +116,18 @@ def test_hashing_may_take_longer_than_a_collective(tmp_path: Path) -> None:
     assert {identity["weights_sha256"][64:] for identity in first} == {" by 0"}
 
 
-def dying_rank(rank: int, world: int) -> str:
+def dying_rank(rank: int, world: int, own_group: bool) -> str:
     """One rank dies while the others wait for an answer, or for a sum."""
-    from megatron_kd.device import lost_ranks_reported, sum_over_ranks
+    import torch.distributed as dist
+
+    from megatron_kd.device import init_distributed, lost_ranks_reported, sum_over_ranks
     from megatron_kd.errors import RemoteRankError
 
+    if own_group:
+        init_distributed()
+        # What other collectives are on their way stays with the default group, as nccl's would.
+        pending = dist.all_reduce(torch.ones(1), async_op=True) if rank == 0 else None
+        assert pending is None or not pending.is_completed()
     sum_over_ranks([1])
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -131,10 +139,11 @@ def dying_rank(rank: int, world: int) -> str:
     return "survived"
 
 
-def test_a_dead_rank_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("own_group", [False, True])
+def test_a_dead_rank_is_named_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own_group: bool) -> None:
     monkeypatch.setenv("MEGATRON_KD_TEST_FOLDER", str(tmp_path))
     with pytest.raises(RankFailedError, match="rank 1 of 2 died with exit code -9"):
-        run_distributed(dying_rank, 2)
+        run_distributed(dying_rank, 2, own_group)
     assert [path.name for path in tmp_path.iterdir()] == ["0"]
 
 

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans
-from megatron_kd.testing import run_distributed
+from megatron_kd.errors import ConfigError, RemoteRankError
+from megatron_kd.testing import RankFailedError, run_distributed
 from tests.assets import tiny_recipe
 from tests.training_runs import Layout, leave_layout, prepare_rows, recipe_in
 
@@ -91,14 +93,43 @@ def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
     }
 
 
+def _split_rank(rank: int, world: int, recipe: Path) -> None:
+    """A forward pass that two ranks share fails on one of them, which then ends as the command does."""
+    from megatron_kd.teacher.capture import capture
+    from megatron_kd.teacher.megatron_engine import MegatronTeacher
+
+    cache = recipe.parent / "cache_split"
+    exact = MegatronTeacher.hidden_states
+
+    def runs_out_of_memory(self: MegatronTeacher, tokens: torch.Tensor) -> Any:
+        if len(list(cache.glob("commits/*.json"))) >= COMMITS:
+            raise MemoryError("no more of it")
+        return exact(self, tokens)
+
+    if rank == BAD_RANK:
+        MegatronTeacher.hidden_states = runs_out_of_memory  # type: ignore[method-assign]
+    began = time.monotonic()
+    try:
+        capture(recipe_in(recipe, Layout(2, tp=2, sp=True), f"teacher.cache={cache}"), show_progress=False)
+    except (RemoteRankError, ConfigError) as error:
+        took = time.monotonic() - began
+        (recipe.parent / f"said_{rank}").write_text(f"{took < PATIENCE_S} {type(error).__name__}: {error}")
+        os._exit(2)
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = tiny_recipe(
         tmp_path_factory.mktemp("faults"),
         data={"train_tokens": 48 * 400, "heldout_tokens": None},
         teacher={"capture": {"rows_per_shard": 4, "micro_batch_size": 2}},
     )
     run_distributed(_rank, 1, recipe)
+    return recipe
+
+
+@pytest.fixture(scope="module")
+def found(recipe: Path) -> list[dict[str, Any]]:
     return run_distributed(_rank, 2, recipe, timeout_s=200.0)
 
 
@@ -122,3 +153,13 @@ def test_all_ranks_end_together(found: list[dict[str, Any]], name: str, kind: st
     report = verify(good["cache"], "deep")
     assert not report.damaged_shards and report.missing_samples and not orphans(good["cache"])
     assert report.shards_committed >= COMMITS
+
+
+def test_a_pass_that_fails_on_one_of_the_ranks_that_share_it(recipe: Path) -> None:
+    with pytest.raises(RankFailedError):
+        run_distributed(_split_rank, 2, recipe)
+    good, bad = ((recipe.parent / f"said_{rank}").read_text() for rank in range(2))
+    assert bad.startswith("True ConfigError: scoring 2 rows of 48 tokens ran out of memory (no more of it): lower")
+    assert good.startswith("True RemoteRankError: a rank of this job died or no longer answers")
+    report = verify(recipe.parent / "cache_split", "deep")
+    assert report.shards_committed >= COMMITS and not report.damaged_shards and report.missing_samples

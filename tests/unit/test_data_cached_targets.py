@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,14 @@ import pytest
 import torch
 
 from megatron_kd.cache.rank_table import build_rank_table
-from megatron_kd.cache.store import create_cache, open_cache
+from megatron_kd.cache.storage import LocalStorage
+from megatron_kd.cache.store import Cache, create_cache, open_cache
 from megatron_kd.cache.writer import write_shard
 from megatron_kd.config import ModelConfig, load_model
 from megatron_kd.data.batches import make_batch
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.packing import PackedRow
+from megatron_kd.data.row_join import first_foreign, look_up, share
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.errors import CacheError
 from tests.assets import ROOT
@@ -191,6 +194,47 @@ def test_samples_that_are_some_of_the_caches_in_another_order(
     for name in ("ids", "logprobs", "tail_logmass"):
         assert torch.equal(getattr(ours.targets, name), getattr(theirs.targets, name))
     assert ours.token_weights.view(L, 3)[:, 1].sum() == 0 != theirs.token_weights.view(L, 3)[:, 1].sum()
+
+
+def test_the_first_foreign_sample_is_named_in_the_order_asked_and_each_record_read_once(
+    cache: Path, samples: SampleSet, tmp_path: Path
+) -> None:
+    """Rows that lie anywhere in the cache, in no order of its shards."""
+    shutil.copytree(cache, tmp_path / "c")
+    opened, n = open_cache(tmp_path / "c"), len(samples)
+    read: list[str] = []
+
+    class Counting(LocalStorage):
+        def read(self, name: str, limit: int) -> bytes:
+            read.append(name)
+            return super().read(name, limit)
+
+    counted = Cache(Counting(tmp_path / "c"), opened.manifest, opened.rank_table)
+    rows = np.arange(n)
+    order = [4, 0, 3, 1, 2]
+    assert first_foreign(counted, samples, rows, order) is None and first_foreign(counted, samples, rows, []) is None
+    assert len(read) == len(set(read)) == opened.manifest.shards
+    rows[[1, 3]] = rows[[3, 1]]
+    assert first_foreign(counted, samples, rows, order) == 3
+    assert first_foreign(counted, samples, rows, range(n)) == 1
+    assert first_foreign(counted, samples, rows, [0, 2, 4]) is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_shares_are_all_and_disjoint(ranks: int) -> None:
+    for whole in (range(0), range(2), range(5, 100)):
+        assert [i for rank in range(ranks) for i in share(whole, rank, ranks)] == list(whole)
+
+
+def test_hashes_are_told_apart_by_every_byte(samples: SampleSet) -> None:
+    """Bytes that are zero at an end of a hash are no padding; of equal hashes any will do."""
+    digest = samples.row_hash(1)
+    near = [b"\0" * 16, digest[:15] + b"\0", b"\0" + digest[1:], b"\xff" * 16, b"a" + b"\0" * 15]
+    assert look_up(np.array(near, "S16"), samples, range(1, 2)).tolist() == [-1]
+    for place in range(len(near) + 1):
+        committed = np.array([*near[:place], digest, *near[place:]], "S16")
+        assert look_up(committed, samples, range(1, 3)).tolist() == [place, -1]
+    assert look_up(np.array([digest, digest], "S16"), samples, range(1, 2))[0] in (0, 1)
 
 
 def test_samples_of_which_some_are_not_in_the_cache(
