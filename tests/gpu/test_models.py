@@ -10,14 +10,29 @@ import torch
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.testing import run_distributed
-from tests.models_oracles import grouped_model, random_hf_model, write_oracle
+from tests.models_oracles import (
+    grouped_model,
+    random_hf_model,
+    scaled_llama,
+    tiny_gpt_oss,
+    tiny_qwen3,
+    write_oracle,
+)
 
-# Head sizes that attention kernels take; otherwise the grouped Llama.
-CHANGES: dict[str, Any] = {"kv_channels": 16, "hidden_size": 64, "ffn_hidden_size": 96}
+# Sizes that attention kernels and grouped matrix products take.
+SIZES: dict[str, Any] = {"kv_channels": 64, "hidden_size": 128, "ffn_hidden_size": 192}
+MODELS = {
+    "llama": grouped_model(**SIZES),
+    "scaled llama": scaled_llama(**SIZES),
+    "qwen3": tiny_qwen3(**SIZES),
+    "gpt_oss": tiny_gpt_oss(**SIZES),
+}
+# Past the windows of GPT-OSS, and past the context that scaled positions begin at.
+TOKENS = 128
 
 
 def cuda_rank(
-    rank: int, world: int, folder: str, transformer_engine: bool, precision: Any, tp: int
+    rank: int, world: int, name: str, folder: str, transformer_engine: bool, precision: Any, tp: int
 ) -> dict[str, float]:
     """Errors of logits (of their spread) and, in float32, of gradients, against Hugging Face on the CPU."""
     from megatron_kd.config import ParallelismConfig
@@ -32,7 +47,7 @@ def cuda_rank(
     assert is_cuda()
     if not transformer_engine:
         spec.use_transformer_engine = lambda: False
-    model: ModelConfig = grouped_model(**CHANGES)
+    model: ModelConfig = MODELS[name]
     layout = ParallelismConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     groups = init_model_parallel(layout, seed=1)
     built = build_model(model, layout, groups, precision, trainable=True)
@@ -57,12 +72,15 @@ def cuda_rank(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Weights and oracle of the model."""
-    path = tmp_path_factory.mktemp("model")
-    built = random_hf_model(grouped_model(**CHANGES))
-    built.save_pretrained(path)
-    return str(write_oracle(built, path, grouped_model().vocab_size))
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Weights and oracle of each model."""
+    paths = {}
+    for name, model in MODELS.items():
+        path = tmp_path_factory.mktemp("model")
+        built = random_hf_model(model)
+        built.save_pretrained(path)
+        paths[name] = str(write_oracle(built, path, model.vocab_size, TOKENS))
+    return paths
 
 
 def require_transformer_engine() -> None:
@@ -73,20 +91,21 @@ def require_transformer_engine() -> None:
 # TF32 and half-precision attention kernels round more than float32 does.
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-2), ("bf16", 1e-1)])
 @pytest.mark.parametrize("transformer_engine", [False, True], ids=["local", "transformer engine"])
+@pytest.mark.parametrize("name", MODELS)
 def test_the_model_computes_what_it_does_on_the_cpu(
-    folder: str, transformer_engine: bool, precision: str, tolerance: float
+    folders: dict[str, str], name: str, transformer_engine: bool, precision: str, tolerance: float
 ) -> None:
     if transformer_engine:
         require_transformer_engine()
-    (figures,) = run_distributed(cuda_rank, 1, folder, transformer_engine, precision, 1, backend="nccl")
+    (figures,) = run_distributed(cuda_rank, 1, name, folders[name], transformer_engine, precision, 1, backend="nccl")
     assert set(figures) == {"logits", "gradient"}
     assert max(figures.values()) < tolerance, figures
 
 
-def test_two_gpus_share_the_model(folder: str) -> None:
+def test_two_gpus_share_the_model(folders: dict[str, str]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    for figures in run_distributed(cuda_rank, 2, folder, False, "fp32", 2, backend="nccl"):
+    for figures in run_distributed(cuda_rank, 2, "llama", folders["llama"], False, "fp32", 2, backend="nccl"):
         assert figures["logits"] < 2e-2, figures
 
 
