@@ -5,7 +5,9 @@ b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the he
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
+from megatron_kd.device import current_device
 from megatron_kd.errors import ConfigError
 from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput
 from megatron_kd.models.head import head_of, vocab_start
@@ -77,6 +80,24 @@ class Distillation:
             mode=mode if mode is not None else self._loss.mode,
             ce_weight=self._loss.ce_weight if ce_weight is None else ce_weight,
         )
+
+    def forward(
+        self, module: torch.nn.Module, batch: Batch, *, mode: str | None = None, ce_weight: float | None = None
+    ) -> tuple[Tensor, Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]]:
+        """The student's forward pass of one micro batch, as ``models.schedule.run_schedule`` wants it.
+
+        Returns:
+            What the module gives, the loss on the last stage, and there what makes the report of it (``TokenSums``).
+        """
+        context = self.context(batch.to(current_device()), mode=mode, ce_weight=ce_weight)
+        output = module(
+            context.batch.tokens,
+            context.batch.positions,
+            None,
+            output_processor=self,
+            output_processor_context=context,
+        )
+        return output, partial(loss_function, context)
 
     def __call__(
         self,
