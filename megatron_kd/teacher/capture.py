@@ -2,7 +2,9 @@
 
 Shards are the unit of work: a shard is written whole by one data-parallel rank, or not at all, so that a job killed
 at any moment and started again, in whatever layout, does only what is missing. Data-parallel ranks work in rounds of
-one shard each; within a round all ranks exchange a word after every micro batch, so that they end together.
+one shard each; within a round all ranks exchange a word after every micro batch (with several pipeline stages, after
+as many as keep them busy), so that they end together. The rows of a shard are written by the rank that holds the
+answers: the first tensor-parallel rank of the last stage.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from megatron_kd.teacher.capture_cache import (
 )
 from megatron_kd.teacher.engine import TeacherEngine, open_teacher
 from megatron_kd.teacher.part import WHOLE, Part
+from megatron_kd.teacher.rows import rows_at_once, rows_together
 from megatron_kd.teacher.score import row_dtype, score_rows
 from megatron_kd.teacher.shard_writer import WAITING_ROWS, ShardWriter
 
@@ -87,7 +90,7 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
         check_samples(recipe, samples)
     first_rank_tells("comparing the tokenizers", lambda: check_tokenizer(recipe, samples))
     teacher = open_teacher(recipe, groups)
-    show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
+    show = show_progress and groups.is_first_rank
     cache = open_or_create_cache(recipe, samples, teacher, groups)
     shards = part.shards(cache.manifest.shards)
     check_committed(cache, shards, repair=repair, show_progress=show)
@@ -116,7 +119,7 @@ class _Capture:
         shards: range,
     ) -> None:
         self._samples, self._teacher, self._groups, self._cache, self._shards = samples, teacher, groups, cache, shards
-        self._micro_batch_size = recipe.teacher.capture.micro_batch_size
+        self._rows_at_once = rows_at_once(recipe, groups)
         self._dtype = row_dtype(recipe.teacher.capture.value_dtype)
         self._writing = f"writing to {cache.location}"
         self._taken: set[int] = set()
@@ -131,7 +134,7 @@ class _Capture:
         self._started = time.monotonic()
         with (
             StopOnSignal("ending after this micro batch") as stop,
-            ShardWriter(self._cache, max(WAITING_ROWS, self._micro_batch_size)) as writer,
+            ShardWriter(self._cache, max(WAITING_ROWS, self._rows_at_once)) as writer,
             progress(f"capture → {self._cache.location}", left, unit="rows", enabled=show_progress) as advance,
         ):
             while not stopped:
@@ -161,19 +164,21 @@ class _Capture:
         samples = [self._cache.manifest.shard_samples(shard) for shard in shards]
         has_shard = self._groups.dp_rank < len(shards)
         mine = samples[self._groups.dp_rank] if has_shard else range(0)
-        writes = has_shard and self._groups.is_first_tp_rank
+        writes = has_shard and self._groups.writes_output
         if writes:
             writer.begin(shards[self._groups.dp_rank])
-        for begin in range(0, max(map(len, samples)), self._micro_batch_size):
-            micro_batch = slice(begin, begin + self._micro_batch_size)
-            if mine[micro_batch]:
-                for row in score_rows(self._teacher, self._samples, mine[micro_batch], self._dtype):
+        for begin in range(0, max(map(len, samples)), self._rows_at_once):
+            turn = slice(begin, begin + self._rows_at_once)
+            counts = [len(part[turn]) for part in samples]
+            at_least = rows_together(self._groups, max(counts))
+            if mine[turn] or at_least:
+                for row in score_rows(self._teacher, self._samples, mine[turn], self._dtype, at_least):
                     if writes:
                         writer.put(row)
             if self._agree(writer, stop):
                 writer.abandon()
                 return True
-            rows = sum(len(part[micro_batch]) for part in samples)
+            rows = sum(counts)
             self._scored += rows
             advance(rows, f"{self._tokens_per_s():,.0f} tokens/s")
         if writes:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from megatron_kd.config import Recipe
+from megatron_kd.errors import ConfigError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.topk import ExtractedTopK
 
@@ -25,16 +26,33 @@ class TeacherEngine(Protocol):
         """
         ...
 
-    def top_k(self, tokens: Tensor) -> ExtractedTopK:
-        """The top-K targets of every position at the recipe's temperatures. Collective over the tensor-parallel group.
+    def top_k(self, tokens: Tensor) -> ExtractedTopK | None:
+        """The top-K targets of every position at the recipe's temperatures.
+
+        Collective over the ranks of one copy of the model (tensor-parallel ones, all stages of a pipeline), and where
+        experts are spread over ranks over all data-parallel ranks, each of which then brings as many rows.
 
         Args:
-            tokens: int64 [b, s] on the current device, the same on every rank of the group.
+            tokens: int64 [b, s] on the current device, the same on every rank of one copy.
 
         Returns:
-            Targets [N] = [s·b], sequence first, the same on every rank of the group.
+            Targets [N] = [s·b], sequence first, the same on every rank of the last stage; None on stages before it.
         """
         ...
+
+
+def check_whole_model(recipe: Recipe) -> None:
+    """Raises ConfigError where the recipe's layout spreads a teacher whose engine knows nothing of it."""
+    for axis in ("tensor", "pipeline", "expert"):
+        size = getattr(recipe.parallelism, f"{axis}_model_parallel_size")
+        if size > 1:
+            engine = recipe.teacher.engine
+            also = " (and sequence_parallel to false)" if recipe.parallelism.sequence_parallel else ""
+            own = "; the teacher is spread over GPUs by teacher.vllm.tensor_parallel_size" if engine == "vllm" else ""
+            raise ConfigError(
+                f"teacher.engine {engine} captures at parallelism.{axis}_model_parallel_size 1, not {size}: capture "
+                f"with it set to 1{also}, the cache serves every layout{own}"
+            )
 
 
 def open_teacher(recipe: Recipe, groups: ParallelGroups) -> TeacherEngine:

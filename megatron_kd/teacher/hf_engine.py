@@ -20,6 +20,7 @@ from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.engine import check_whole_model
 from megatron_kd.teacher.hf_loading import LoadedModel, described_architecture, load_model
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
 
@@ -200,12 +201,7 @@ def _positive(config: Any, key: str) -> float | None:
 def _check_layout(recipe: Recipe) -> None:
     if recipe.teacher.model.hf is None:
         raise ConfigError("teacher.engine is hf, but teacher.model.hf is not set: name a folder or a GGUF file")
-    tp = recipe.parallelism.tensor_model_parallel_size
-    if tp != 1:
-        raise ConfigError(
-            f"teacher.engine hf captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it set to "
-            "1 (and sequence_parallel to false), the cache serves every layout"
-        )
+    check_whole_model(recipe)
     device_map = recipe.teacher.hf.device_map
     if device_map is not None and not is_cuda():
         raise ConfigError(

@@ -6,14 +6,17 @@ about 6 % less space than numbered by how often they are tokens; a thousand posi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
-import torch
 
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.device import current_device, lost_ranks_reported, sum_over_ranks
+from megatron_kd.device import sum_over_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.rows import rows_at_once, rows_together
+from megatron_kd.teacher.score import score
 
 PROBE_POSITIONS = 4096
 PROBE_SHARE = 64
@@ -46,14 +49,14 @@ def count_scored_ids(recipe: Recipe, samples: SampleSet, teacher: TeacherEngine,
     """
     chosen, prefix = probe_plan(len(samples), samples.seq_length, groups.tp_size if groups.sequence_parallel else 1)
     mine = chosen[groups.dp_rank :: groups.dp_size]
-    vocab_size, step = recipe.teacher.model.vocab_size, recipe.teacher.capture.micro_batch_size
+    vocab_size, step = recipe.teacher.model.vocab_size, rows_at_once(recipe, groups)
     counts = np.zeros(vocab_size, np.int64)
-    for begin in range(0, len(mine), step):
+    most = rows_together(groups, len(chosen[:: groups.dp_size]))
+    for begin in range(0, max(len(mine), most), step):
         # A causal model says the same of a prefix as of the whole row.
-        tokens = samples.rows(mine[begin : begin + step]).tokens[:, :prefix]
-        with lost_ranks_reported():
-            scored = teacher.top_k(torch.from_numpy(tokens).to(current_device(), torch.int64))
-        if groups.is_first_tp_rank:
+        batch = samples.rows(mine[begin : begin + step])
+        scored = score(teacher, replace(batch, tokens=batch.tokens[:, :prefix]), min(step, most - begin))
+        if scored is not None and groups.writes_output:
             ids = scored.targets.ids.cpu().numpy()
             counts += np.bincount(ids[ids >= 0], minlength=vocab_size)
     return np.repeat(np.arange(vocab_size), sum_over_ranks(counts.tolist()))

@@ -12,32 +12,50 @@ from megatron_kd.cache.row import Row
 from megatron_kd.data.samples import RowBatch, SampleSet
 from megatron_kd.device import current_device, lost_ranks_reported
 from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.rows import joined, padded
 from megatron_kd.teacher.topk import ExtractedTopK
 
 
 def score_rows(
-    teacher: TeacherEngine, samples: SampleSet, ids: Sequence[int], dtype: type[np.floating[Any]]
+    teacher: TeacherEngine,
+    samples: SampleSet,
+    ids: Sequence[int],
+    dtype: type[np.floating[Any]],
+    at_least: int = 0,
 ) -> list[Row]:
-    """Some samples as rows of a cache, scored in one forward pass. Collective over the tensor-parallel group.
+    """Some samples as rows of a cache. Collective over the ranks that ``TeacherEngine.top_k`` names.
 
     Args:
         dtype: of the log-probabilities, float16 or float32.
+        at_least: rows to score where there are fewer ids, or none; see ``rows.rows_together``.
+
+    Returns:
+        One row an id; nothing on ranks that hold no answers (``ParallelGroups.writes_output``).
 
     Raises:
-        RemoteRankError: another rank of the tensor-parallel group died.
+        RemoteRankError: another rank died.
     """
     batch = samples.rows(ids)
-    return rows_of(ids, batch, score(teacher, batch), dtype)
+    extracted = score(teacher, batch, at_least)
+    return [] if extracted is None else rows_of(ids, batch, extracted, dtype)
 
 
-def score(teacher: TeacherEngine, batch: RowBatch) -> ExtractedTopK:
-    """The teacher's answer [s·b] for rows [b, s] of samples. Collective over the tensor-parallel group.
+def score(teacher: TeacherEngine, batch: RowBatch, at_least: int = 0) -> ExtractedTopK | None:
+    """The teacher's answer [s·b] for rows [b, s] of samples, None on ranks without answers.
+
+    Collective over the ranks that ``TeacherEngine.top_k`` names.
+
+    Args:
+        at_least: rows to score where there are fewer.
 
     Raises:
-        RemoteRankError: another rank of the group died.
+        RemoteRankError: another rank died.
     """
+    rows, length = batch.tokens.shape
+    tokens = padded(torch.from_numpy(batch.tokens), at_least)
     with lost_ranks_reported():
-        return teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+        extracted = teacher.top_k(tokens.to(current_device(), torch.int64))
+    return None if extracted is None else joined([extracted], length, rows)
 
 
 def rows_of(ids: Sequence[int], batch: RowBatch, extracted: ExtractedTopK, dtype: type[np.floating[Any]]) -> list[Row]:

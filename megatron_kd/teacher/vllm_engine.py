@@ -30,6 +30,7 @@ from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.engine import check_whole_model
 from megatron_kd.teacher.hf_loading import LoadedModel, config_sha256, described_architecture
 from megatron_kd.teacher.topk import ExtractedTopK
 from megatron_kd.teacher.vllm_logprobs import row_targets
@@ -221,13 +222,7 @@ def _own_environment(gpus: str | None, longer: bool) -> Iterator[None]:
 def _check_layout(recipe: Recipe) -> None:
     if recipe.teacher.model.hf is None:
         raise ConfigError("teacher.engine is vllm, but teacher.model.hf is not set: name a folder of safetensors")
-    tp = recipe.parallelism.tensor_model_parallel_size
-    if tp != 1:
-        raise ConfigError(
-            f"teacher.engine vllm captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it set "
-            "to 1 (and sequence_parallel to false), the cache serves every layout; the teacher is spread over GPUs by "
-            "teacher.vllm.tensor_parallel_size"
-        )
+    check_whole_model(recipe)
     gpus = recipe.teacher.vllm.tensor_parallel_size
     if gpus > 1 and recipe.cluster.gpus_per_node > 1:
         raise ConfigError(

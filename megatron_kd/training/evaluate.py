@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from functools import partial
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from megatron_kd.device import current_device, fail_together
 from megatron_kd.errors import DataError
 from megatron_kd.files import write_json
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.models.schedule import run_schedule
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
 from megatron_kd.training.distill import Distillation
@@ -87,14 +85,8 @@ def evaluate_model(
         for together in batched(portions, IN_FLIGHT * groups.pp_size if groups.pp_size > 1 else 1):
             with fail_together("reading the held-out rows"):
                 batches = [next(ahead) for _ in together]
-            parts += run_schedule(
-                model,
-                groups,
-                batches,
-                partial(distillation.forward, mode="no_grad", ce_weight=_BOTH),
-                seq_length=samples.seq_length,
-                micro_batch_size=micro_batch_size,
-                forward_only=True,
+            parts += distillation.run(
+                model, batches, seq_length=samples.seq_length, forward_only=True, mode="no_grad", ce_weight=_BOTH
             )
             for batch in batches:
                 if unigram is not None and batch.targets is not None:

@@ -10,7 +10,6 @@ from megatron_kd.data.batches import Batch
 from megatron_kd.device import current_device, synchronize
 from megatron_kd.errors import KDError
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.models.schedule import run_schedule
 from megatron_kd.training.distill import Distillation
 from megatron_kd.training.setup import Student
 from megatron_kd.training.sums import TokenSums, means
@@ -43,15 +42,7 @@ def train_step(
 
     student.model.zero_grad_buffer()
     student.optimizer.zero_grad()
-    sums = run_schedule(
-        student.model,
-        groups,
-        batches,
-        distillation.forward,
-        seq_length=recipe.data.seq_length,
-        micro_batch_size=recipe.training.micro_batch_size,
-        forward_only=False,
-    )
+    sums = distillation.run(student.model, batches, seq_length=recipe.data.seq_length, forward_only=False)
     lr = student.optimizer.param_groups[0]["lr"]
     updated, grad_norm, _ = student.optimizer.step()
     if grad_norm is not None and not math.isfinite(grad_norm):
