@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from megatron_kd.config import ModelConfig, load_model
 from megatron_kd.models.hf_config import hf_config
-from tests.assets import ASSETS, ROOT, _locked, smollm2_checkpoint
+from tests.assets import ASSETS, ROOT, _locked, smollm2_checkpoint, tiny_llama_folder
 
 SMOLLM2_TOKENS = 126
 
@@ -82,6 +83,14 @@ def random_hf_model(model: ModelConfig, seed: int = 11) -> Any:
                 elif "experts" in name:
                     parameter.mul_(4.0)
     return built.eval()
+
+
+def tiny_gpt_oss_folder(folder: Path, seed: int = 11) -> ModelConfig:
+    """A random GPT-OSS of ``tiny_gpt_oss`` in a new folder, with a tokenizer of its vocabulary, and where it is."""
+    random_hf_model(tiny_gpt_oss(), seed).save_pretrained(folder)
+    for file in tiny_llama_folder().glob("tokenizer*"):
+        shutil.copy(file, folder)
+    return tiny_gpt_oss(hf=str(folder))
 
 
 def write_oracle(

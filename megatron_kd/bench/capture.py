@@ -133,6 +133,11 @@ def _with_inputs(
     """The recipe with samples and a teacher that are there; what is not is made in ``folder``."""
     loaded = recipe_with(path, overrides, {})
     check_engine(loaded)
+    if loaded.parallelism.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"bench capture measures a teacher of one stage, parallelism.pipeline_model_parallel_size is "
+            f"{loaded.parallelism.pipeline_model_parallel_size}: set it to 1"
+        )
     changes: dict[str, object] = {}
     if threads is not None:
         changes["training.threads"] = threads

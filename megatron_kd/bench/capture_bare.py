@@ -120,7 +120,7 @@ def bare_forward(teacher: TeacherEngine, recipe: Recipe, groups: ParallelGroups)
 
 
 def _megatron_hidden(teacher: MegatronTeacher, groups: ParallelGroups, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    hidden, weight = teacher.hidden_states(tokens)
+    ((hidden, weight),) = teacher.hidden_states([tokens])
     if groups.sequence_parallel:
         hidden = gather_from_sequence_parallel_region(hidden, group=groups.tp_group)
     return hidden.reshape(-1, hidden.shape[-1]), weight

@@ -137,6 +137,7 @@ def _bare(bare: BareForward, tokens: Tensor) -> tuple[float, float]:
 
 def _score(subject: Subject, ids: Sequence[int], batch: RowBatch, tokens: Tensor) -> tuple[float, float, list[Row]]:
     top_k, extracted = _timed(lambda: subject.teacher.top_k(tokens))
+    assert extracted is not None, "a pipeline of several stages was refused"
     rows, made = _timed(lambda: rows_of(ids, batch, extracted, subject.dtype))
     return top_k / tokens.numel(), rows / tokens.numel(), made
 

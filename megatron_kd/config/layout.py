@@ -10,7 +10,9 @@ from megatron_kd.config.base import Section
 from megatron_kd.config.model import ModelConfig, Positive
 
 SPLIT_WIDTHS = ("num_attention_heads", "num_query_groups", "ffn_hidden_size")
-"""Sizes of a model that tensor parallelism divides evenly; the vocabulary is padded instead."""
+"""Sizes of a model that tensor parallelism divides evenly; the vocabulary is padded instead, experts stay whole."""
+SINK_FAMILIES = ("gpt_oss",)
+"""Attention with sinks, which context parallelism splits along the heads."""
 
 
 class ClusterConfig(Section):
@@ -35,13 +37,13 @@ class ParallelismConfig(Section):
     tensor_model_parallel_size: Positive = 1
     """Ranks that share every matrix."""
     pipeline_model_parallel_size: Positive = 1
-    """Ranks that share the layers; above 1 not available yet."""
+    """Ranks that share the layers, as many on each."""
     context_parallel_size: Positive = 1
     """Ranks that share each sequence in attention; above 1 not available yet."""
     expert_model_parallel_size: Positive = 1
-    """Ranks that share the experts; above 1 not available yet."""
+    """Ranks that share the experts; all of one pipeline stage, whatever rows they have."""
     expert_tensor_parallel_size: Positive = 1
-    """Ranks that share each expert's matrices; above 1 not available yet."""
+    """Ranks that share each expert's matrices; only 1: Megatron-Core splits no experts that have biases."""
     sequence_parallel: bool = False
     """Split the activations between the tensor-parallel regions along the sequence."""
 
@@ -52,10 +54,13 @@ class ParallelismConfig(Section):
 
     def problems(self, cluster: ClusterConfig, seq_length: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
         """What is wrong with this layout; ``models`` maps the dotted key of each model to it."""
-        for axis in ("pipeline_model", "context", "expert_model", "expert_tensor"):
-            key = f"{axis}_parallel_size"
-            if getattr(self, key) > 1:
-                yield f"parallelism.{key} {getattr(self, key)} is not available yet: set it to 1"
+        if self.context_parallel_size > 1:
+            yield (f"parallelism.context_parallel_size {self.context_parallel_size} is not available yet: set it to 1")
+        if self.expert_tensor_parallel_size > 1:
+            yield (
+                f"parallelism.expert_tensor_parallel_size {self.expert_tensor_parallel_size} is not available: "
+                "Megatron-Core splits no experts that have biases, as those of GPT-OSS; set it to 1"
+            )
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
         if cluster.world_size % self.model_parallel_size:
             yield (
@@ -79,23 +84,69 @@ class ParallelismConfig(Section):
                 f"data.seq_length {seq_length} must be a multiple of 2 × parallelism.context_parallel_size {cp}: "
                 f"use {max(seq_length // (2 * cp), 1) * 2 * cp}"
             )
-        seen: list[tuple[int, ...]] = []
+        seen: list[dict[str, int]] = []
         for where, model in models.items():
-            widths = tuple(getattr(model, key) for key in SPLIT_WIDTHS)
+            widths = _split_widths(model)
             if widths not in seen:  # a student cut from its teacher has the same widths: say it once
                 seen.append(widths)
-                yield from self._model_problems(where, model)
+                yield from self._width_problems(where, model, widths)
+            if model.num_layers % pp:
+                yield (
+                    f"parallelism.pipeline_model_parallel_size {pp} must divide {where}.num_layers {model.num_layers} "
+                    f"({model.name}): set it to one of {_divisors(model.num_layers)}"
+                )
+        yield from self._expert_problems(cluster, models)
 
-    def _model_problems(self, where: str, model: ModelConfig) -> Iterator[str]:
-        tp = self.tensor_model_parallel_size
-        widths = {key: getattr(model, key) for key in SPLIT_WIDTHS}
+    def _expert_problems(self, cluster: ClusterConfig, models: Mapping[str, ModelConfig]) -> Iterator[str]:
+        ep, key = self.expert_model_parallel_size, "parallelism.expert_model_parallel_size"
+        with_experts = {where: model for where, model in models.items() if model.num_moe_experts is not None}
+        if ep > 1 and not with_experts:
+            yield f"{key} {ep} shares experts, but {' and '.join(models)} have none: set it to 1"
+        seen = set()
+        for where, model in with_experts.items():
+            experts = model.num_moe_experts
+            if experts is not None and experts % ep and experts not in seen:
+                seen.add(experts)
+                yield (
+                    f"{key} {ep} must divide {where}.num_moe_experts {experts} ({model.name}): set it to one of "
+                    f"{_divisors(experts)}"
+                )
+        pp = self.pipeline_model_parallel_size
+        if ep > 1 and cluster.world_size % (ep * pp):
+            yield (
+                f"the world of {cluster.world_size} ranks must be a multiple of ep·pp = {ep}·{pp} = {ep * pp}: change "
+                f"cluster.gpus_per_node or {key}"
+            )
+        if "student.model" in with_experts and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            yield (
+                f"student.model {with_experts['student.model'].name!r} has experts, which Megatron-Core trains with "
+                f"parallelism.tensor_model_parallel_size {self.tensor_model_parallel_size} only together with "
+                "sequence parallelism: set parallelism.sequence_parallel to true"
+            )
+
+    def _width_problems(self, where: str, model: ModelConfig, widths: Mapping[str, int]) -> Iterator[str]:
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
         uneven = [f"{where}.{key} {width}" for key, width in widths.items() if width % tp]
         if uneven:
-            common = gcd(*widths.values())
-            fitting = ", ".join(str(size) for size in range(1, common + 1) if common % size == 0)
             yield (
                 f"parallelism.tensor_model_parallel_size {tp} must divide {' and '.join(uneven)} ({model.name}): "
-                f"set it to one of {fitting}"
+                f"set it to one of {_divisors(gcd(*widths.values()))}"
+            )
+        if cp > 1 and model.family in SINK_FAMILIES and model.num_query_groups % (tp * cp):
+            yield (
+                f"parallelism.tensor_model_parallel_size {tp} × context_parallel_size {cp} = {tp * cp} must divide "
+                f"{where}.num_query_groups {model.num_query_groups} ({model.name}), whose attention sinks context "
+                "parallelism splits along the heads: lower one of them"
             )
         if tp > model.vocab_size:
             yield f"parallelism.tensor_model_parallel_size {tp} is more than {where}.vocab_size {model.vocab_size}"
+
+
+def _split_widths(model: ModelConfig) -> dict[str, int]:
+    """What tensor parallelism has to divide: of a model with experts not their width."""
+    keys = SPLIT_WIDTHS if model.num_moe_experts is None else [key for key in SPLIT_WIDTHS if key != "ffn_hidden_size"]
+    return {key: getattr(model, key) for key in keys}
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -62,6 +62,16 @@ class ParallelGroups:
         """Whether this rank speaks for its tensor-parallel group (values there are replicated)."""
         return self.tp_rank == 0
 
+    @property
+    def is_first_rank(self) -> bool:
+        """Whether this rank speaks for the job: the first of all groups, and rank 0 of the default group."""
+        return self.is_first_tp_rank and self.is_first_stage and self.cp_rank == 0 and self.dp_rank == 0
+
+    @property
+    def writes_output(self) -> bool:
+        """Whether this rank speaks for what a model says of this data-parallel rank's rows: of those that hold it."""
+        return self.is_first_tp_rank and self.is_last_stage and self.cp_rank == 0
+
 
 def init_model_parallel(
     parallelism: ParallelismConfig, seed: int, timeout: timedelta = timedelta(minutes=10)

@@ -66,7 +66,8 @@ def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, preci
         "moe_permute_fusion": False,
         "moe_grouped_gemm": cuda and model.num_moe_experts is not None and bool(HAVE_TE),
         "qk_layernorm": family.qk_layernorm,
-        "expert_model_parallel_size": parallelism.expert_model_parallel_size,
+        # Of two models one may have no experts to share.
+        "expert_model_parallel_size": 1 if model.num_moe_experts is None else parallelism.expert_model_parallel_size,
         # Always said: it defaults to the tensor-parallel size.
         "expert_tensor_parallel_size": parallelism.expert_tensor_parallel_size,
         # Sinks are exchanged along heads; without them keys and values travel round the ranks.

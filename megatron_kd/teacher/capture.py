@@ -2,7 +2,9 @@
 
 Shards are the unit of work: a shard is written whole by one data-parallel rank, or not at all, so that a job killed
 at any moment and started again, in whatever layout, does only what is missing. Data-parallel ranks work in rounds of
-one shard each; within a round all ranks exchange a word after every micro batch, so that they end together.
+one shard each; within a round all ranks exchange a word after every micro batch (with several pipeline stages, after
+as many as keep them busy), so that they end together. The rows of a shard are written by the rank that holds the
+answers: the first tensor-parallel rank of the last stage.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from megatron_kd.teacher.capture_cache import (
 )
 from megatron_kd.teacher.engine import TeacherEngine, open_teacher
 from megatron_kd.teacher.part import WHOLE, Part
+from megatron_kd.teacher.rows import rows_at_once, rows_together
 from megatron_kd.teacher.score import READING, SCORING, attempt_score, row_dtype, rows_of
 from megatron_kd.teacher.shard_writer import WAITING_ROWS, ShardWriter
 
@@ -87,7 +90,7 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
         check_samples(recipe, samples)
     first_rank_tells("comparing the tokenizers", lambda: check_tokenizer(recipe, samples))
     teacher = open_teacher(recipe, groups)
-    show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
+    show = show_progress and groups.is_first_rank
     cache = open_or_create_cache(recipe, samples, teacher, groups)
     shards = part.shards(cache.manifest.shards)
     known = check_committed(cache, shards, repair=repair, show_progress=show)
@@ -118,7 +121,7 @@ class _Capture:
     ) -> None:
         self._known = known
         self._samples, self._teacher, self._groups, self._cache, self._shards = samples, teacher, groups, cache, shards
-        self._micro_batch_size = recipe.teacher.capture.micro_batch_size
+        self._rows_at_once = rows_at_once(recipe, groups)
         self._dtype = row_dtype(recipe.teacher.capture.value_dtype)
         self._writing = f"writing to {cache.location}"
         self._faults = KeptFaults(READING, SCORING, self._writing)
@@ -134,7 +137,7 @@ class _Capture:
         self._started = time.monotonic()
         with (
             StopOnSignal("ending after this micro batch") as stop,
-            ShardWriter(self._cache, max(WAITING_ROWS, self._micro_batch_size)) as writer,
+            ShardWriter(self._cache, max(WAITING_ROWS, self._rows_at_once)) as writer,
             progress(f"capture → {self._cache.location}", left, unit="rows", enabled=show_progress) as advance,
         ):
             while shards and not stopped:
@@ -172,8 +175,8 @@ class _Capture:
         samples = [self._cache.manifest.shard_samples(shard) for shard in shards]
         has_shard = self._groups.dp_rank < len(shards)
         mine = samples[self._groups.dp_rank] if has_shard else range(0)
-        writes = has_shard and self._groups.is_first_tp_rank
-        size = self._micro_batch_size
+        writes = has_shard and self._groups.writes_output
+        size = self._rows_at_once
         batch = self._read(mine[:size])
         if self._agree(writer, stop):
             return True
@@ -181,13 +184,15 @@ class _Capture:
             writer.begin(shards[self._groups.dp_rank])
         for begin in range(0, max(map(len, samples)), size):
             ids = mine[begin : begin + size]
+            counts = [len(part[begin : begin + size]) for part in samples]
             if batch is not None:
-                self._score(ids, batch, writer if writes else None)
+                at_least = rows_together(self._groups, max(counts))
+                self._score(ids, batch, at_least, writer if writes else None)
             batch = self._read(mine[begin + size : begin + 2 * size])
             if self._agree(writer, stop):
                 writer.abandon()
                 return True
-            rows = sum(len(part[begin : begin + size]) for part in samples)
+            rows = sum(counts)
             self._scored += rows
             advance(rows, f"{self._tokens_per_s():,.0f} tokens/s")
         if writes:
@@ -195,10 +200,13 @@ class _Capture:
         return False
 
     def _read(self, ids: range) -> RowBatch | None:
-        return self._faults.attempt(READING, self._samples.rows, ids) if ids else None
+        """Rows to score, of none where this rank takes part in the passes of those it shares experts with."""
+        if not ids and self._groups.ep_size == 1:
+            return None
+        return self._faults.attempt(READING, self._samples.rows, ids)
 
-    def _score(self, ids: range, batch: RowBatch, writer: ShardWriter | None) -> None:
-        extracted = attempt_score(self._faults, self._teacher, batch, self._groups)
+    def _score(self, ids: range, batch: RowBatch, at_least: int, writer: ShardWriter | None) -> None:
+        extracted = attempt_score(self._faults, self._teacher, batch, self._groups, at_least)
         if extracted is not None and writer is not None:
             rows = self._faults.attempt(SCORING, rows_of, ids, batch, extracted, self._dtype)
             for row in rows or ():

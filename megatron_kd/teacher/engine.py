@@ -25,14 +25,17 @@ class TeacherEngine(Protocol):
         """
         ...
 
-    def top_k(self, tokens: Tensor) -> ExtractedTopK:
-        """The top-K targets of every position at the recipe's temperatures. Collective over the tensor-parallel group.
+    def top_k(self, tokens: Tensor) -> ExtractedTopK | None:
+        """The top-K targets of every position at the recipe's temperatures.
+
+        Collective over the ranks of one copy of the model (tensor-parallel ones, all stages of a pipeline), and where
+        experts are spread over ranks over all data-parallel ranks, each of which then brings as many rows.
 
         Args:
-            tokens: int64 [b, s] on the current device, the same on every rank of the group.
+            tokens: int64 [b, s] on the current device, the same on every rank of one copy.
 
         Returns:
-            Targets [N] = [s·b], sequence first, the same on every rank of the group.
+            Targets [N] = [s·b], sequence first, the same on every rank of the last stage; None on stages before it.
         """
         ...
 

@@ -67,6 +67,7 @@ def measure_fidelity(
     """
     if rows < 1:
         raise ConfigError(f"--rows is {rows}, must be at least 1")
+    _check_layout(recipe)
     groups = join_ranks(recipe)
     with fail_together("opening the samples"):
         samples = open_samples(recipe.data.samples)
@@ -77,7 +78,7 @@ def measure_fidelity(
         cached = _open_cache(recipe, samples, teacher)
     job = _Job(recipe, groups, samples, teacher, cached, student)
     mine = list(probe)[groups.dp_rank :: groups.dp_size]
-    show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
+    show = show_progress and groups.is_first_rank
     checked: list[RowFidelity] = []
     with progress("fidelity", len(mine), unit="rows", enabled=show) as advance:
         for sample in mine:
@@ -101,6 +102,17 @@ def measure_fidelity(
         sums=job.sums,
         cache=None if cached is None else CacheFidelity.of(str(recipe.teacher.cache), by_sample, job.tolerance),
     )
+
+
+def _check_layout(recipe: Recipe) -> None:
+    """Ranks go through rows of their own, one at a time: they share neither layers nor experts."""
+    for axis in ("pipeline_model", "expert_model"):
+        size = getattr(recipe.parallelism, f"{axis}_parallel_size")
+        if size > 1:
+            raise ConfigError(
+                f"cache fidelity runs at parallelism.{axis}_parallel_size 1, not {size}: set it to 1 (tensor and data "
+                "parallelism stay), the cache serves every layout"
+            )
 
 
 def probe_rows(samples: SampleSet, rows: int) -> tuple[str, range]:

@@ -7,7 +7,7 @@ from megatron_kd.errors import ConfigError
 
 
 def check_layout(recipe: Recipe, *, sources: str, spread: str, value: object, alone: object) -> None:
-    """Raises ConfigError where the recipe names no model, splits it by our tensor parallelism, or shares a node's GPUs.
+    """Raises ConfigError where the recipe names no model, splits it by our own parallelism, or shares a node's GPUs.
 
     Args:
         sources: what ``teacher.model.hf`` may name, in words.
@@ -18,13 +18,14 @@ def check_layout(recipe: Recipe, *, sources: str, spread: str, value: object, al
     engine = recipe.teacher.engine
     if recipe.teacher.model.hf is None:
         raise ConfigError(f"teacher.engine is {engine}, but teacher.model.hf is not set: name {sources}")
-    tp = recipe.parallelism.tensor_model_parallel_size
-    if tp != 1:
-        raise ConfigError(
-            f"teacher.engine {engine} captures at parallelism.tensor_model_parallel_size 1, not {tp}: capture with it "
-            "set to 1 (and sequence_parallel to false), the cache serves every layout; the teacher is spread over GPUs "
-            f"by {spread}"
-        )
+    for axis in ("tensor", "pipeline", "expert"):
+        size = getattr(recipe.parallelism, f"{axis}_model_parallel_size")
+        if size > 1:
+            also = " (and sequence_parallel to false)" if recipe.parallelism.sequence_parallel else ""
+            raise ConfigError(
+                f"teacher.engine {engine} captures at parallelism.{axis}_model_parallel_size 1, not {size}: capture "
+                f"with it set to 1{also}, the cache serves every layout; the teacher is spread over GPUs by {spread}"
+            )
     gpus = recipe.cluster.gpus_per_node
     if value != alone and gpus > 1:
         raise ConfigError(

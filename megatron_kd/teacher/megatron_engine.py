@@ -5,6 +5,7 @@ b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,20 @@ from megatron_kd.models.build import build_model
 from megatron_kd.models.checkpoint import load_weights, read_note
 from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.schedule import run_schedule
+from megatron_kd.teacher.rows import joined, padded
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
 
 ENGINE = "megatron"
 
 
 class MegatronTeacher:
-    """A frozen model loaded from ``teacher.checkpoint``; its methods are collective over the tensor-parallel group."""
+    """A frozen model loaded from ``teacher.checkpoint``.
+
+    Its methods are collective over all ranks of one copy of the model, and where experts are spread over ranks
+    (``expert_model_parallel_size`` above 1) over all those: each then asks as often, for as many micro batches. With
+    several pipeline stages the last one has the answers; on the others there are none.
+    """
 
     def __init__(self, recipe: Recipe, groups: ParallelGroups) -> None:
         """Builds and loads the model.
@@ -39,6 +47,7 @@ class MegatronTeacher:
         self._groups = groups
         self._vocab_size = recipe.teacher.model.vocab_size
         self._precision = recipe.training.precision
+        self._micro_batch_size = recipe.teacher.capture.micro_batch_size
         chunk_mib = recipe.loss.chunk_mib
         self._chunk_bytes = None if chunk_mib is None else int(chunk_mib * 2**20)
         self.model = build_model(
@@ -52,34 +61,74 @@ class MegatronTeacher:
         """What decides this teacher's answers; kept in every cache it writes. The layout is no part of it."""
         return teacher_identity(self._note, self._precision)
 
-    @torch.no_grad()
-    def hidden_states(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The last hidden states and this rank's shard of the head.
+    def hidden_states(self, micro_batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """The last hidden states of micro batches, and this rank's shard of the head.
 
         Args:
-            tokens: int64 [b, s].
+            micro_batches: at least one, of equal shape: int64 [b, s].
 
         Returns:
-            hidden [s, b, D] (with sequence parallelism this rank's slice [s/tp, b, D]) and weight [Vl, D].
+            For each hidden [s, b, D] (with sequence parallelism this rank's slice [s/tp, b, D]) and weight [Vl, D];
+            nothing on a stage before the last.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        captured: dict[str, Tensor] = {}
+        return self._run(micro_batches, lambda hidden, weight: (hidden, weight))
 
-        def keep(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
-            captured["weight"] = head_of(output_layer, output_weight)
-            return hidden_states
+    def top_k_of(self, micro_batches: Sequence[Tensor]) -> list[ExtractedTopK]:
+        """The top-K targets of micro batches, at the recipe's temperatures.
 
-        hidden: Tensor = self.model(tokens, positions, None, output_processor=keep)
-        return hidden, captured["weight"]
+        Args:
+            micro_batches: at least one, of equal shape: int64 [b, s].
 
-    @torch.no_grad()
-    def top_k(self, tokens: Tensor) -> ExtractedTopK:
-        """The top-K targets of every position, [N] = [s·b] sequence first, at the recipe's temperatures.
+        Returns:
+            Of each the targets [N] = [s·b], sequence first; nothing on a stage before the last.
+        """
+        return self._run(micro_batches, self._extract)
+
+    def top_k(self, tokens: Tensor) -> ExtractedTopK | None:
+        """The top-K targets of every position, [N] = [s·b] sequence first; None on a stage before the last.
+
+        With several stages the rows go through them in micro batches of ``teacher.capture.micro_batch_size``, one
+        behind the other.
 
         Args:
             tokens: int64 [b, s].
         """
-        hidden, weight = self.hidden_states(tokens)
+        rows = len(tokens)
+        size = self._micro_batch_size if self._groups.pp_size > 1 else rows
+        parts = self.top_k_of(padded(tokens, -rows % size + rows).split(size))
+        return joined(parts, tokens.shape[1], rows) if parts else None
+
+    @torch.no_grad()
+    def _run[T](self, micro_batches: Sequence[Tensor], finish: Callable[[Tensor, Tensor], T]) -> list[T]:
+        """What ``finish`` makes of the hidden states and the head, for each micro batch on the last stage."""
+
+        def forward(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            captured: dict[str, Tensor] = {}
+
+            def keep(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
+                captured["weight"] = head_of(output_layer, output_weight)
+                return hidden_states
+
+            def report(hidden: Tensor) -> tuple[Tensor, Tensor, T]:
+                # The schedule asks for a loss and its tokens; of a frozen model nobody uses them.
+                nothing = hidden.new_zeros(())
+                return nothing, nothing.to(torch.int), finish(hidden, captured["weight"])
+
+            return model(tokens, positions, None, output_processor=keep), report
+
+        rows, length = micro_batches[0].shape
+        return run_schedule(
+            self.model,
+            self._groups,
+            micro_batches,
+            forward,
+            seq_length=length,
+            micro_batch_size=rows,
+            forward_only=True,
+        )
+
+    def _extract(self, hidden: Tensor, weight: Tensor) -> ExtractedTopK:
         if self._groups.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._groups.tp_group)
         first, *others = self._teacher.temperatures

@@ -16,6 +16,7 @@ from megatron_kd.data.samples import RowBatch, SampleSet
 from megatron_kd.device import KeptFaults, sum_over_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.rows import rows_at_once, rows_together
 from megatron_kd.teacher.score import READING, SCORING, attempt_score
 from megatron_kd.teacher.topk import ExtractedTopK
 
@@ -51,17 +52,19 @@ def count_scored_ids(recipe: Recipe, samples: SampleSet, teacher: TeacherEngine,
     """
     chosen, prefix = probe_plan(len(samples), samples.seq_length, groups.tp_size if groups.sequence_parallel else 1)
     mine = chosen[groups.dp_rank :: groups.dp_size]
-    vocab_size, step = recipe.teacher.model.vocab_size, recipe.teacher.capture.micro_batch_size
+    vocab_size, step = recipe.teacher.model.vocab_size, rows_at_once(recipe, groups)
     counts = np.zeros(vocab_size, np.int64)
+    most = rows_together(groups, len(chosen[:: groups.dp_size]))
     faults = KeptFaults(READING, SCORING)
     # A few thousand positions: all are read before any is scored, so that one exchange tells of a failure.
+    begins = range(0, max(len(mine), most), step)
     batches = faults.attempt(
-        READING, lambda: [_prefixes(samples, mine[begin : begin + step], prefix) for begin in range(0, len(mine), step)]
+        READING, lambda: [_prefixes(samples, mine[begin : begin + step], prefix) for begin in begins]
     )
     faults.agree()
-    for batch in batches or ():
-        scored = attempt_score(faults, teacher, batch, groups)
-        if scored is not None and groups.is_first_tp_rank:
+    for begin, batch in zip(begins, batches or (), strict=True):
+        scored = attempt_score(faults, teacher, batch, groups, min(step, max(0, most - begin)))
+        if scored is not None and groups.writes_output:
             found = faults.attempt(SCORING, _counts, scored, vocab_size)
             counts += 0 if found is None else found
     faults.agree()

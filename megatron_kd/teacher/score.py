@@ -14,6 +14,7 @@ from megatron_kd.device import KeptFaults, current_device, lost_ranks_reported
 from megatron_kd.errors import ConfigError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.engine import TeacherEngine
+from megatron_kd.teacher.rows import joined, padded
 from megatron_kd.teacher.topk import ExtractedTopK
 
 READING, SCORING = "reading the samples", "scoring"
@@ -21,50 +22,66 @@ READING, SCORING = "reading the samples", "scoring"
 
 
 def score_rows(
-    teacher: TeacherEngine, samples: SampleSet, ids: Sequence[int], dtype: type[np.floating[Any]]
+    teacher: TeacherEngine,
+    samples: SampleSet,
+    ids: Sequence[int],
+    dtype: type[np.floating[Any]],
+    at_least: int = 0,
 ) -> list[Row]:
-    """Some samples as rows of a cache, scored in one forward pass. Collective over the tensor-parallel group.
+    """Some samples as rows of a cache. Collective over the ranks that ``TeacherEngine.top_k`` names.
 
     Args:
         dtype: of the log-probabilities, float16 or float32.
+        at_least: rows to score where there are fewer ids, or none; see ``rows.rows_together``.
+
+    Returns:
+        One row an id; nothing on ranks that hold no answers (``ParallelGroups.writes_output``).
 
     Raises:
         DataError: the samples cannot be read.
-        RemoteRankError: another rank of the tensor-parallel group died.
+        RemoteRankError: another rank died.
     """
     batch = samples.rows(ids)
-    return rows_of(ids, batch, score(teacher, batch), dtype)
+    extracted = score(teacher, batch, at_least)
+    return [] if extracted is None else rows_of(ids, batch, extracted, dtype)
 
 
-def score(teacher: TeacherEngine, batch: RowBatch) -> ExtractedTopK:
-    """The teacher's answer [s·b] for rows [b, s] of samples. Collective over the tensor-parallel group.
+def score(teacher: TeacherEngine, batch: RowBatch, at_least: int = 0) -> ExtractedTopK | None:
+    """The teacher's answer [s·b] for rows [b, s] of samples, None on ranks without answers.
+
+    Collective over the ranks that ``TeacherEngine.top_k`` names.
+
+    Args:
+        at_least: rows to score where there are fewer.
 
     Raises:
         ConfigError: memory ran out.
-        RemoteRankError: another rank of the group died.
+        RemoteRankError: another rank died.
     """
+    rows, length = batch.tokens.shape
+    tokens = padded(torch.from_numpy(batch.tokens), at_least)
     try:
         with lost_ranks_reported():
-            return teacher.top_k(torch.from_numpy(batch.tokens).to(current_device(), torch.int64))
+            extracted = teacher.top_k(tokens.to(current_device(), torch.int64))
     except (torch.OutOfMemoryError, MemoryError) as error:
-        rows, length = batch.tokens.shape
         raise ConfigError(
-            f"scoring {rows} rows of {length} tokens ran out of memory ({str(error).splitlines()[0]}): lower "
+            f"scoring {len(tokens)} rows of {length} tokens ran out of memory ({str(error).splitlines()[0]}): lower "
             "teacher.capture.micro_batch_size or loss.chunk_mib, or spread the teacher over more GPUs"
         ) from error
+    return None if extracted is None else joined([extracted], length, rows)
 
 
 def attempt_score(
-    faults: KeptFaults, teacher: TeacherEngine, batch: RowBatch, groups: ParallelGroups
+    faults: KeptFaults, teacher: TeacherEngine, batch: RowBatch, groups: ParallelGroups, at_least: int = 0
 ) -> ExtractedTopK | None:
     """``score``, and None where it failed: the failure is kept until all ranks hear of it.
 
     Where ranks split the model, a failure is raised at once: peers that wait for this rank within the forward pass are
     told by its end alone.
     """
-    if groups.tp_size > 1:
-        return score(teacher, batch)
-    return faults.attempt(SCORING, score, teacher, batch)
+    if groups.tp_size * groups.pp_size * groups.ep_size > 1:
+        return score(teacher, batch, at_least)
+    return faults.attempt(SCORING, score, teacher, batch, at_least)
 
 
 def rows_of(ids: Sequence[int], batch: RowBatch, extracted: ExtractedTopK, dtype: type[np.floating[Any]]) -> list[Row]:

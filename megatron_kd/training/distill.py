@@ -5,7 +5,10 @@ b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the he
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import batched
 from typing import Any
 
 import torch
@@ -14,10 +17,12 @@ from torch import Tensor
 
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
+from megatron_kd.device import current_device
 from megatron_kd.errors import ConfigError
 from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput
 from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.schedule import run_schedule
 from megatron_kd.teacher.megatron_engine import MegatronTeacher
 from megatron_kd.training.sums import TokenSums
 
@@ -40,7 +45,7 @@ class StepContext:
 
 
 class Distillation:
-    """The loss of a recipe, ready to be handed to ``GPTModel.forward``. All methods are collective over TP."""
+    """The loss of a recipe, ready to be handed to ``GPTModel.forward``; collective over the ranks of the model."""
 
     def __init__(self, recipe: Recipe, groups: ParallelGroups, teacher: MegatronTeacher | None) -> None:
         """``teacher``: needed online. Raises ConfigError where the recipe is online and there is none."""
@@ -61,22 +66,85 @@ class Distillation:
         )
         self._method = IMPLEMENTATIONS[recipe.loss.implementation]
 
-    def context(self, batch: Batch, *, mode: str | None = None, ce_weight: float | None = None) -> StepContext:
-        """Runs an online teacher on the batch, if there is one, and gathers what the student's pass needs."""
-        states = None
-        if self._teacher is not None and self._full:
-            states = self._teacher.hidden_states(batch.tokens)
-        elif self._teacher is not None:
-            targets = self._teacher.top_k(batch.tokens).targets
-            if self._folds:
-                targets.fold_beyond(self.vocab_size)
-            batch = replace(batch, targets=targets)
-        return StepContext(
-            batch=batch,
-            teacher=states,
-            mode=mode if mode is not None else self._loss.mode,
-            ce_weight=self._loss.ce_weight if ce_weight is None else ce_weight,
+    def run(
+        self,
+        module: torch.nn.Module,
+        batches: Sequence[Batch],
+        *,
+        seq_length: int,
+        forward_only: bool,
+        mode: str | None = None,
+        ce_weight: float | None = None,
+    ) -> list[Tensor]:
+        """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
+
+        Where experts are spread over ranks, those must all call this, with as many micro batches.
+
+        Args:
+            module: the student, or what wraps it for training.
+            batches: of equal shape; stages before the last need no targets.
+            seq_length: of whole rows.
+            forward_only: no gradients.
+            mode: of the loss; None: the recipe's.
+            ce_weight: None: the recipe's.
+
+        Returns:
+            The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
+        """
+        ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
+        contexts = self._contexts(batches, mode or self._loss.mode, ce_weight)
+        if self._teacher is not None and self._groups.pp_size > 1:
+            # Its stages wait for each other as well: it is through with all of them before the student begins.
+            contexts = iter(list(contexts))
+
+        def forward(student: torch.nn.Module, _: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            context = next(contexts)
+            output = student(
+                context.batch.tokens,
+                context.batch.positions,
+                None,
+                output_processor=self,
+                output_processor_context=context,
+            )
+            return output, partial(loss_function, context)
+
+        return run_schedule(
+            module,
+            self._groups,
+            range(len(batches)),
+            forward,
+            seq_length=seq_length,
+            micro_batch_size=len(batches[0].sample_ids),
+            forward_only=forward_only,
         )
+
+    def _contexts(self, batches: Sequence[Batch], mode: str, ce_weight: float) -> Iterator[StepContext]:
+        """What each pass of the student needs, made when it is asked for: as few as possible are in memory.
+
+        Through the stages of a pipeline an online teacher's micro batches go together, or each would wait for the last.
+        """
+        together = len(batches) if self._groups.pp_size > 1 and self._teacher is not None else 1
+        for portion in batched(batches, together):
+            on_device = [batch.to(current_device()) for batch in portion]
+            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in self._ask(on_device))
+
+    def _ask(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, tuple[Tensor, Tensor] | None]]:
+        """Micro batches with the targets that an online teacher has for them, or with its hidden states and head.
+
+        As they are where there is no such teacher, and before the last stage, where nobody looks at targets.
+        """
+        tokens = [batch.tokens for batch in batches]
+        if self._teacher is not None and self._full:
+            states = self._teacher.hidden_states(tokens)
+            if states:
+                return zip(batches, states, strict=True)
+        elif self._teacher is not None:
+            answers = self._teacher.top_k_of(tokens)
+            for answer in answers if self._folds else ():
+                answer.targets.fold_beyond(self.vocab_size)
+            if answers:
+                batches = [replace(batch, targets=a.targets) for batch, a in zip(batches, answers, strict=True)]
+        return ((batch, None) for batch in batches)
 
     def __call__(
         self,

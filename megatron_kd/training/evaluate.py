@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from itertools import batched
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +14,28 @@ import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_kd.config import Recipe
-from megatron_kd.data.batches import Batch, make_batch
+from megatron_kd.data.batches import Batch
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.prefetch import Prefetcher
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.data.unigram import fit_unigram, unigram_bucket_kl
-from megatron_kd.device import any_rank, current_device, fail_together
+from megatron_kd.device import current_device, fail_together
 from megatron_kd.errors import DataError
 from megatron_kd.files import write_json
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
 from megatron_kd.training.distill import Distillation
-from megatron_kd.training.sums import TokenSums
+from megatron_kd.training.heldout import HeldoutRows
+from megatron_kd.training.sums import TokenSums, add_over_model
 
 SPLIT = "heldout"
 """What evaluation reads of the samples."""
 
 # Both parts are reported apart; any weight strictly between 0 and 1 has the pass compute both.
 _BOTH = 0.5
+IN_FLIGHT = 4
+"""Micro batches for each stage of a pipeline that are read and run at once: a fifth of the time is fill and drain."""
 
 
 @torch.no_grad()
@@ -66,43 +70,34 @@ def evaluate_model(
         ids = samples.splits.get(SPLIT)
         if not ids:
             raise DataError(f"{samples.path} has no held-out rows: set data.heldout_tokens and prepare again")
-    portions = [list(ids[i : i + micro_batch_size]) for i in range(0, len(ids), micro_batch_size)]
-    rounds = range(0, len(portions), groups.dp_size)
+    # Targets are looked up where the loss is.
+    rows = HeldoutRows(samples, cached if groups.is_last_stage else None, ids, micro_batch_size)
+    portions = rows.portions(groups.dp_rank, groups.dp_size)
     unigram = None
     if cached is not None and distillation.is_plain_bucket_kl:
         unigram = fit_unigram(samples.token_counts("train", distillation.vocab_size))
     was_training = model.training
     model.eval()
-    parts, unigram_sum = [], 0.0
-    show = show_progress and groups.dp_rank == 0 and groups.is_first_tp_rank
-    mine = portions[groups.dp_rank :: groups.dp_size]
+    parts: list[torch.Tensor] = []
+    unigram_sum = 0.0
     with (
-        Prefetcher(mine, lambda part: make_batch(samples, part, cached), 2 * num_workers, num_workers) as ahead,
-        progress("evaluate", len(rounds), unit="batches", enabled=show) as advance,
+        Prefetcher(portions, rows.read, 2 * num_workers, num_workers) as ahead,
+        progress("evaluate", len(portions), unit="batches", enabled=show_progress and groups.is_first_rank) as advance,
     ):
-        for _ in rounds:
+        for together in batched(portions, IN_FLIGHT * groups.pp_size if groups.pp_size > 1 else 1):
             with fail_together("reading the held-out rows"):
-                read = next(ahead, None)
-            advance(1)
-            if read is None:  # the last round is shorter than the data-parallel group
-                continue
-            batch = read.to(current_device())
-            context = distillation.context(batch, mode="no_grad", ce_weight=_BOTH)
-            model(
-                batch.tokens,
-                batch.positions,
-                None,
-                output_processor=distillation,
-                output_processor_context=context,
+                batches = [next(ahead) for _ in together]
+            parts += distillation.run(
+                model, batches, seq_length=samples.seq_length, forward_only=True, mode="no_grad", ce_weight=_BOTH
             )
-            assert context.output is not None
-            parts.append(TokenSums.of(context.output, batch, _BOTH).values)
-            if unigram is not None and batch.targets is not None:
-                unigram_sum += _unigram_sum(batch, batch.targets, unigram)
+            for batch in batches:
+                if unigram is not None and batch.targets is not None:
+                    unigram_sum += _unigram_sum(batch, batch.targets, unigram)
+            advance(len(batches))
     model.train(was_training)
-    sums = TokenSums.reduce(parts, groups.dp_group, current_device())
+    sums = TokenSums.reduce(parts, groups, current_device())
     total = torch.tensor([unigram_sum], dtype=torch.float64, device=current_device())
-    torch.distributed.all_reduce(total, group=groups.dp_group)
+    add_over_model(total, groups)
     tokens = sums["tokens"]
     ce = sums["ce"] / sums["labelled"]
     result = {
@@ -114,7 +109,7 @@ def evaluate_model(
         "eval/student_mass": sums["student_mass"] / tokens,
         "eval/tokens": tokens,
     }
-    if any_rank(unigram is not None):
+    if unigram is not None:
         result["eval/unigram_kd"] = float(total.item()) / tokens
     return result
 

@@ -152,15 +152,15 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
 def step_reader(session: Session) -> StepReader:
     """What reads this rank's rows of each step."""
     recipe, groups = session.recipe, session.groups
+    # Targets are looked up where the loss is: on the last stage.
+    cached = session.cached if groups.is_last_stage else None
     order = SampleOrder(
         session.train_rows,
         seed=recipe.seed,
         shuffle=recipe.data.shuffle,
         global_batch_size=recipe.training.global_batch_size,
     )
-    return StepReader(
-        session.samples, session.cached, order, groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size
-    )
+    return StepReader(session.samples, cached, order, groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size)
 
 
 def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], Exception | None, bool]:

@@ -50,7 +50,7 @@ class Session:
     @property
     def is_first(self) -> bool:
         """Whether this rank speaks for the job."""
-        return self.groups.dp_rank == 0 and self.groups.is_first_tp_rank
+        return self.groups.is_first_rank
 
 
 def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:

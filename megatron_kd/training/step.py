@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-import torch
-from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch import Tensor
 
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
 from megatron_kd.device import current_device, synchronize
 from megatron_kd.errors import KDError
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.training.distill import Distillation, loss_function
+from megatron_kd.training.distill import Distillation
 from megatron_kd.training.setup import Student
 from megatron_kd.training.sums import TokenSums, means
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, reduced over the data-parallel group.
+    """What a step did, over all ranks; the same on every one.
 
     Attributes:
         metrics: means per token, gradient norm and learning rate, under their public names.
@@ -47,30 +40,9 @@ def train_step(
         KDError: the gradient is not finite; on every rank.
     """
 
-    def forward_step(source: Iterator[Batch], model: torch.nn.Module) -> tuple[Tensor, Any]:
-        batch = next(source).to(current_device())
-        context = distillation.context(batch)
-        output = model(
-            batch.tokens,
-            batch.positions,
-            None,
-            output_processor=distillation,
-            output_processor_context=context,
-        )
-        return output, partial(loss_function, context)
-
     student.model.zero_grad_buffer()
     student.optimizer.zero_grad()
-    sums = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[student.model],
-        num_microbatches=len(batches),
-        seq_length=recipe.data.seq_length,
-        micro_batch_size=recipe.training.micro_batch_size,
-        forward_only=False,
-        pg_collection=groups.collection,
-    )
+    sums = distillation.run(student.model, batches, seq_length=recipe.data.seq_length, forward_only=False)
     lr = student.optimizer.param_groups[0]["lr"]
     updated, grad_norm, _ = student.optimizer.step()
     if grad_norm is not None and not math.isfinite(grad_norm):
@@ -81,7 +53,7 @@ def train_step(
         )
     if updated:
         student.scheduler.step(increment=recipe.training.global_batch_size)
-    totals = TokenSums.reduce(sums, groups.dp_group, current_device())
+    totals = TokenSums.reduce(sums, groups, current_device())
     synchronize()
     metrics = means(totals)
     metrics["optim/lr"] = float(lr)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_kd.data.batches import Batch
 from megatron_kd.losses import DivergenceOutput, to_device
+from megatron_kd.models.parallel import ParallelGroups
 
 FIELDS = ("total", "kd", "ce", "teacher_mass", "student_mass", "tail", "top1_agreement", "tokens", "labelled")
 
@@ -56,14 +57,26 @@ class TokenSums:
         )
 
     @staticmethod
-    def reduce(parts: Iterable[Tensor], group: dist.ProcessGroup | None, device: torch.device) -> dict[str, float]:
-        """Adds up micro batches and, by one all_reduce, the ranks of the data-parallel group."""
+    def reduce(parts: Iterable[Tensor], groups: ParallelGroups | None, device: torch.device) -> dict[str, float]:
+        """Adds up micro batches and all ranks that have some; every rank gets the same. Collective.
+
+        Args:
+            parts: ``values`` of micro batches; none on the stages before the last.
+            groups: None: this rank alone.
+        """
         vector = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
         for part in parts:
             vector += part
-        if group is not None:
-            dist.all_reduce(vector, group=group)
+        if groups is not None:
+            add_over_model(vector, groups)
         return dict(zip(FIELDS, vector.tolist(), strict=True))
+
+
+def add_over_model(sums: Tensor, groups: ParallelGroups) -> None:
+    """Adds, in place, what the last stages of all data-parallel ranks have. Others bring zeros. Collective."""
+    dist.all_reduce(sums, group=groups.dp_group)
+    if groups.pp_size > 1:
+        dist.all_reduce(sums, group=groups.pp_group)
 
 
 def means(sums: dict[str, float]) -> dict[str, float]:

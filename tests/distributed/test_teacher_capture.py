@@ -166,8 +166,8 @@ def probe_rank(rank: int, world: int, recipe_path: Path, overrides: list[str]) -
     samples, teacher = open_samples(recipe.data.samples), open_teacher(recipe, groups)
     scored = count_scored_ids(recipe, samples, teacher, groups)
     chosen, prefix = probe_plan(len(samples), samples.seq_length)
-    alone = [teacher.top_k(torch.from_numpy(samples.rows([i]).tokens[:, :prefix]).long()).targets.ids for i in chosen]
-    return scored, [ids.numpy() for ids in alone]
+    alone = [teacher.top_k(torch.from_numpy(samples.rows([i]).tokens[:, :prefix]).long()) for i in chosen]
+    return scored, [one.targets.ids.numpy() for one in alone if one is not None]
 
 
 @pytest.mark.parametrize("step", [1, 3])

@@ -9,7 +9,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,7 @@ def _split_rank(rank: int, world: int, recipe: Path) -> None:
     cache = recipe.parent / "cache_split"
     exact = MegatronTeacher.hidden_states
 
-    def runs_out_of_memory(self: MegatronTeacher, tokens: torch.Tensor) -> Any:
+    def runs_out_of_memory(self: MegatronTeacher, tokens: Sequence[torch.Tensor]) -> Any:
         if len(list(cache.glob("commits/*.json"))) >= COMMITS:
             raise MemoryError("no more of it")
         return exact(self, tokens)

@@ -24,6 +24,8 @@ OTHERS = [
     Layout(2),
     Layout(4, tp=4, sp=True, micro=2),
     Layout(4, tp=2, sp=True, micro=2),
+    Layout(2, pp=2),
+    Layout(4, tp=2, sp=True, pp=2, micro=2),
 ]
 KINDS = ("untied", "tied")
 Curve = list[dict[str, float]]

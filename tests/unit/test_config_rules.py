@@ -24,6 +24,9 @@ BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
 OTHER_VOCABULARY = ["student.model=tiny_llama", "student.from_teacher=null"]
 
 
+MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_batch_size=4"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -63,10 +66,43 @@ OTHER_VOCABULARY = ["student.model=tiny_llama", "student.from_teacher=null"]
             ],
             ["tensor_model_parallel_size 4 is more than teacher.model.vocab_size 3"],
         ),
-        (["parallelism.pipeline_model_parallel_size=2"], ["pipeline_model_parallel_size 2 is not available yet"]),
+        (
+            ["parallelism.pipeline_model_parallel_size=4", "cluster.gpus_per_node=4"],
+            ["pipeline_model_parallel_size 4", "teacher.model.num_layers 30", "one of 1, 2, 3, 5, 6, 10, 15, 30"],
+        ),
+        (
+            ["parallelism.pipeline_model_parallel_size=3", "cluster.gpus_per_node=3"],
+            ["pipeline_model_parallel_size 3", "student.model.num_layers 10", "one of 1, 2, 5, 10"],
+        ),
         (["parallelism.context_parallel_size=2"], ["context_parallel_size 2 is not available yet"]),
-        (["parallelism.expert_model_parallel_size=2"], ["expert_model_parallel_size 2 is not available yet"]),
-        (["parallelism.expert_tensor_parallel_size=2"], ["expert_tensor_parallel_size 2 is not available yet"]),
+        (
+            ["parallelism.expert_model_parallel_size=2", "cluster.gpus_per_node=2"],
+            ["expert_model_parallel_size 2", "teacher.model and student.model have none", "set it to 1"],
+        ),
+        (
+            [*MOE, "parallelism.expert_model_parallel_size=3", "cluster.gpus_per_node=3"],
+            ["expert_model_parallel_size 3", "teacher.model.num_moe_experts 4", "one of 1, 2, 4"],
+        ),
+        (
+            [
+                *MOE,
+                "parallelism={pipeline_model_parallel_size: 2, expert_model_parallel_size: 4}",
+                "cluster.gpus_per_node=4",
+            ],
+            ["world of 4 ranks", "ep·pp = 4·2 = 8"],
+        ),
+        (
+            [*MOE, "parallelism.tensor_model_parallel_size=2", "cluster.gpus_per_node=2"],
+            ["'tiny_gpt_oss_2layers' has experts", "tensor_model_parallel_size 2", "sequence_parallel to true"],
+        ),
+        (
+            [*MOE, "parallelism={tensor_model_parallel_size: 2, context_parallel_size: 2}", "cluster.gpus_per_node=4"],
+            ["2 × context_parallel_size 2 = 4", "teacher.model.num_query_groups 2", "along the heads"],
+        ),
+        (
+            ["parallelism.expert_tensor_parallel_size=2"],
+            ["expert_tensor_parallel_size 2 is not available", "experts that have biases"],
+        ),
         (["parallelism.sequence_parallel=true"], ["sequence_parallel needs", "above 1, not 1"]),
         (
             [
@@ -152,6 +188,22 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         [*OTHER_VOCABULARY, "student.other_vocabulary=fold"],
         ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
+        ["parallelism.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"],
+        [*MOE, "parallelism.expert_model_parallel_size=2", "cluster.gpus_per_node=4"],
+        # The width of an expert is nobody's business but its own.
+        [
+            *MOE,
+            "teacher.model.ffn_hidden_size=41",
+            "parallelism={tensor_model_parallel_size: 2, sequence_parallel: true, expert_model_parallel_size: 4}",
+            "cluster.gpus_per_node=4",
+        ],
+        # A student without experts trains without sequence parallelism beside a teacher that has some.
+        [
+            *MOE,
+            "student={model: tiny_llama, from_teacher: null}",
+            "parallelism={tensor_model_parallel_size: 2, expert_model_parallel_size: 2}",
+            "cluster.gpus_per_node=2",
+        ],
     ],
 )
 def test_accepted(overrides: list[str]) -> None:

@@ -114,6 +114,7 @@ def test_the_targets_are_those_of_the_models_own_logits(tmp_path: Path, name: st
     teacher: TeacherEngine = HFTeacher(recipe_of(tmp_path, source, "loss.chunk_mib=0.01"))
     tokens = torch.randint(0, V, (3, 32), generator=torch.Generator().manual_seed(1))
     got = teacher.top_k(tokens)
+    assert got is not None
     logits = own_logits(source, tokens)
     assert logits.std() > 0.1, "a flat model shows nothing"
     ids = got.targets.ids.long()

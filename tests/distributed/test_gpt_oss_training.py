@@ -1,0 +1,185 @@
+"""GPT-OSS captured, trained and evaluated with its layers, experts and matrices spread over ranks: always the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_kd.config import ModelConfig
+from megatron_kd.testing import run_distributed
+from tests.assets import tiny_recipe
+from tests.models_oracles import tiny_gpt_oss_folder
+from tests.training_runs import Layout, Trainer, leave_layout, make_inputs, recipe_in
+
+ALONE = Layout(1)
+OTHERS = [
+    Layout(2, ep=2),
+    Layout(2, tp=2, sp=True),
+    Layout(2, pp=2),
+    Layout(2, tp=2, sp=True, ep=2),
+    Layout(4, pp=2, ep=2),
+    Layout(4, tp=2, sp=True, pp=2, ep=2),
+]
+LOSSES = ("loss/kd", "loss/ce", "kd/teacher_mass", "kd/student_mass", "kd/tail", "optim/grad_norm", "tokens")
+ROWS = 13
+ONLINE = ("full", "top_k")
+# A step's losses, gradient norm and counts, captured rows and evaluations hold in all layouts; what is new to an online
+# teacher are stages and experts.
+WITH_TEACHER = [layout for layout in OTHERS if layout.tp == 1]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    # The student is another random model: what a step does is seen at its largest.
+    teacher, student = (tiny_gpt_oss_folder(folder / f"hf_{seed}", seed) for seed in (12, 13))
+    return tiny_recipe(
+        folder,
+        # Shards of 3 rows scored by twos, held-out rows evaluated by fours: portions and ranks go short of rows.
+        data={"train_tokens": 48 * 8, "heldout_tokens": 48 * 5},
+        teacher={
+            "model": teacher.model_dump(mode="json"),
+            "capture": {"rows_per_shard": 3, "micro_batch_size": 2, "value_dtype": "float32"},
+        },
+        student={
+            "from_teacher": None,
+            "model": student.model_dump(mode="json"),
+            "checkpoint": str(folder / "student"),
+        },
+        loss={"ce_weight": 0.25},
+        optimizer={"lr_warmup_iters": 0, "clip_grad": 0.5},
+    )
+
+
+def _whole(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in trainer.student.model.module.named_parameters()}
+
+
+def _difference(trainer: Trainer, whole: dict[str, torch.Tensor], before: dict[str, torch.Tensor]) -> float:
+    """The largest |w − w'| / |w' − w₀| over this rank's parameters: relative to how far the step moved them."""
+    from megatron_kd.models.parameters import places_in
+
+    model: ModelConfig = trainer.recipe.student.model
+    groups, worst = trainer.session.groups, 0.0
+    for place, parameter in places_in(trainer.student.model.module, model, groups):
+        theirs, start = (
+            place.shard(_merged(place, tensors[place.megatron_name], model), model, groups)
+            for tensors in (whole, before)
+        )
+        worst = max(worst, float((parameter.detach() - theirs).norm() / (theirs - start).norm()))
+    return worst
+
+
+def _merged(place: Any, tensor: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """A parameter of the model on one rank as ``Layout.to_megatron`` gives it: unpadded, pairs in front."""
+    if place.megatron_name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        tensor = tensor[: model.vocab_size]
+    return tensor.unflatten(0, (2, -1)) if place.entry.layout.paired else tensor
+
+
+def _captured(recipe: Path, layout: Layout, cache: Path) -> list[Any]:
+    """The rows of a capture in a layout, as its first rank sees them."""
+    import torch.distributed as dist
+
+    from megatron_kd.cache.reader import CacheReader
+    from megatron_kd.teacher.capture import capture
+
+    leave_layout()
+    report = capture(recipe_in(recipe, layout, f"teacher.cache={cache}"), show_progress=False)
+    assert report.complete and report.rows_captured == ROWS
+    rows = CacheReader(cache).read_many(range(ROWS)) if dist.get_rank() == 0 else []
+    dist.barrier()
+    return rows
+
+
+def _evaluated(trainer: Trainer, micro_batch_size: int) -> dict[str, float]:
+    from megatron_kd.training.evaluate import evaluate_model
+
+    session, module = trainer.session, trainer.student.model.module
+    return evaluate_model(
+        module, session.evaluation, session.samples, session.evaluation_cached, session.groups, micro_batch_size
+    )
+
+
+def _look(recipe: Path, layout: Layout, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"rows": _captured(recipe, layout, folder / f"cache {layout}")}
+    trainer = Trainer(recipe_in(recipe, layout))
+    before = _whole(trainer)
+    found["step"] = trainer.step()
+    found["evaluation"] = _evaluated(trainer, 4)
+    if layout == ALONE:
+        torch.save((_whole(trainer), before), folder / "weights.pt")
+        found["weights"] = 0.0
+    else:
+        found["weights"] = _difference(trainer, *torch.load(folder / "weights.pt"))
+    for targets in ONLINE if layout in (ALONE, *WITH_TEACHER) else ():
+        online = recipe_in(recipe, layout, "teacher.mode=online", f"teacher.targets={targets}")
+        found[targets] = Trainer(online).step()
+    return found
+
+
+def _rank(rank: int, world: int, recipe: Path, folder: Path) -> dict[Layout, dict[str, Any]]:
+    if world == 1:
+        from megatron_kd.models.convert import import_model
+
+        make_inputs(recipe_in(recipe, ALONE), masked=True)
+        import_model(recipe_in(recipe, ALONE), "student", show_progress=False)
+    return {layout: _look(recipe, layout, folder) for layout in (ALONE, *OTHERS) if layout.world == world}
+
+
+@pytest.fixture(scope="module")
+def found(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout, list[dict[str, Any]]]:
+    """What each rank reports, by layout."""
+    folder = tmp_path_factory.mktemp("looked")
+    every: dict[Layout, list[dict[str, Any]]] = {}
+    for world in (1, 2, 4):
+        ranks: list[dict[Layout, dict[str, Any]]] = run_distributed(_rank, world, recipe, folder, timeout_s=300.0)
+        every |= {layout: [rank[layout] for rank in ranks] for layout in ranks[0]}
+    return every
+
+
+def _equal(ours: dict[str, float], theirs: dict[str, float], names: tuple[str, ...] = LOSSES) -> None:
+    assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", OTHERS, ids=str)
+def test_a_step_is_the_same_in_every_layout(found: dict[Layout, list[dict[str, Any]]], layout: Layout) -> None:
+    alone = found[ALONE][0]["step"]
+    assert alone["optim/grad_norm"] > 0.5, "nothing was clipped"
+    for rank in found[layout]:
+        _equal(rank["step"], alone)
+        # Adam makes steps of nearly equal size of gradients that differ by rounding alone.
+        assert rank["weights"] < 1e-3
+
+
+@pytest.mark.parametrize("layout", OTHERS, ids=str)
+def test_an_evaluation_is_the_same_in_every_layout(found: dict[Layout, list[dict[str, Any]]], layout: Layout) -> None:
+    alone = found[ALONE][0]["evaluation"]
+    assert alone["eval/unigram_kd"] > alone["eval/kd"] > 0
+    for rank in found[layout]:
+        assert rank["evaluation"] == pytest.approx(alone, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", WITH_TEACHER, ids=str)
+@pytest.mark.parametrize("targets", ONLINE)
+def test_an_online_step_is_the_same_in_every_layout(
+    found: dict[Layout, list[dict[str, Any]]], targets: str, layout: Layout
+) -> None:
+    alone = found[ALONE][0][targets]
+    if targets == "top_k":
+        _equal(alone, found[ALONE][0]["step"])
+    for rank in found[layout]:
+        _equal(rank[targets], alone)
+
+
+@pytest.mark.parametrize("layout", OTHERS, ids=str)
+def test_every_layout_captures_the_same(found: dict[Layout, list[dict[str, Any]]], layout: Layout) -> None:
+    for ours, theirs in zip(found[layout][0]["rows"], found[ALONE][0]["rows"], strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_array_equal(ours.ids, theirs.ids)
+        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-4)
+        np.testing.assert_allclose(ours.tail_logmass, theirs.tail_logmass, rtol=0, atol=1e-4)
