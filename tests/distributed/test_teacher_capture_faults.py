@@ -107,7 +107,7 @@ def _split_rank(rank: int, world: int, recipe: Path) -> None:
         return exact(self, tokens)
 
     if rank == BAD_RANK:
-        MegatronTeacher.hidden_states = runs_out_of_memory  # type: ignore[method-assign]
+        MegatronTeacher.hidden_states = runs_out_of_memory  # type: ignore[assignment, method-assign]
     began = time.monotonic()
     try:
         capture(recipe_in(recipe, Layout(2, tp=2, sp=True), f"teacher.cache={cache}"), show_progress=False)
