@@ -99,7 +99,7 @@ def _split_rank(rank: int, world: int, recipe: Path) -> None:
     from megatron_kd.teacher.megatron_engine import MegatronTeacher
 
     cache = recipe.parent / "cache_split"
-    exact = MegatronTeacher.hidden_states
+    exact = MegatronTeacher.top_k_of
 
     def runs_out_of_memory(self: MegatronTeacher, tokens: Sequence[torch.Tensor]) -> Any:
         if len(list(cache.glob("commits/*.json"))) >= COMMITS:
@@ -107,7 +107,7 @@ def _split_rank(rank: int, world: int, recipe: Path) -> None:
         return exact(self, tokens)
 
     if rank == BAD_RANK:
-        MegatronTeacher.hidden_states = runs_out_of_memory  # type: ignore[assignment, method-assign]
+        MegatronTeacher.top_k_of = runs_out_of_memory  # type: ignore[assignment, method-assign]
     began = time.monotonic()
     try:
         capture(recipe_in(recipe, Layout(2, tp=2, sp=True), f"teacher.cache={cache}"), show_progress=False)
