@@ -187,6 +187,9 @@ class StudentConfig(Section):
     """Megatron distributed checkpoint to start from; null with no from_teacher: random weights."""
     from_teacher: FromTeacherConfig | None = None
     """Start from a part of the teacher."""
+    other_vocabulary: Literal["refuse", "fold"] = "refuse"
+    """Where the two vocabularies have different sizes (of one tokenizer, padded differently): refuse; or fold: a
+    teacher's ids beyond the student's vocabulary are dropped and their mass joins the tail."""
 
     @model_validator(mode="after")
     def _check_origin(self) -> Self:
@@ -212,10 +215,18 @@ class StudentConfig(Section):
             )
         return self.model_copy(update={"model": cut})
 
-    def problems(self, teacher: ModelConfig) -> Iterator[str]:
+    def problems(self, teacher: TeacherConfig) -> Iterator[str]:
         """What is wrong between this student and its teacher."""
-        if self.model.vocab_size != teacher.vocab_size:
+        if self.model.vocab_size == teacher.model.vocab_size:
+            return
+        differ = (
+            f"student.model.vocab_size {self.model.vocab_size} and teacher.model.vocab_size "
+            f"{teacher.model.vocab_size} differ"
+        )
+        if self.other_vocabulary == "refuse":
             yield (
-                f"student.model.vocab_size {self.model.vocab_size} must equal teacher.model.vocab_size "
-                f"{teacher.vocab_size}: both distributions are over the same tokens"
+                f"{differ}: both distributions must be over the same tokens; where it is one tokenizer and the rest is "
+                "padding, set student.other_vocabulary to 'fold'"
             )
+        elif teacher.targets == "full":
+            yield f"{differ}, and whole distributions cannot be folded: set teacher.targets to 'top_k'"

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from megatron_kd.config import ModelConfig, ParallelismConfig, Recipe
+from megatron_kd.config import ParallelismConfig, Recipe
 from megatron_kd.data.tokenizer import load_tokenizer
 from megatron_kd.device import init_distributed, select_device
 from megatron_kd.errors import CheckpointError, ConfigError
-from megatron_kd.models.build import build_model, parameter_count
+from megatron_kd.models.build import build_model
 from megatron_kd.models.checkpoint import check_same_architecture, read_note, save_weights
+from megatron_kd.models.counts import count_parameters
 from megatron_kd.models.hf_source import open_hf_weights, resolve_source, weights_sha256
 from megatron_kd.models.load import load_hf_weights
 from megatron_kd.models.parallel import init_model_parallel
-from megatron_kd.models.vocabulary import padded_vocab_size
 
 TOKENIZER_FOLDER = "tokenizer"
 
@@ -74,16 +74,10 @@ def import_model(recipe: Recipe, role: Literal["teacher", "student"], *, show_pr
         "source": model.hf,
         "weights_sha256": weights_sha256(weights),
         "tokenizer": tokenizer.identity(),
-        "parameters": parameter_count(built) - _padding(model),
+        "parameters": count_parameters(model, groups).total,
     }
     save_weights(built, model, path, note, before_publishing=lambda folder: tokenizer.save(folder / TOKENIZER_FOLDER))
     return ImportReport(path, note["parameters"], note["weights_sha256"], reused=False)
-
-
-def _padding(model: ModelConfig) -> int:
-    """Parameters in the rows that one rank adds to the vocabulary; they are nobody's weights."""
-    matrices = 2 if model.untie_embeddings_and_output_weights else 1
-    return (padded_vocab_size(model.vocab_size, 1) - model.vocab_size) * model.hidden_size * matrices
 
 
 def _check_same_source(path: Path, note: dict[str, Any], source: str | None) -> None:

@@ -21,6 +21,8 @@ from megatron_kd.losses.arguments import MODES
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
 
+OTHER_VOCABULARY = ["student.model=tiny_llama", "student.from_teacher=null"]
+
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
@@ -105,7 +107,11 @@ BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
         ),
         (["loss.beta=1", "loss.divergence=jsd"], ["loss.beta", "1.0 must lie strictly between 0 and 1"]),
         (["loss.gradient_mib=-1"], ["loss.gradient_mib is -1", "greater than or equal to 0"]),
-        (["student.model=tiny_llama", "student.from_teacher=null"], ["vocab_size 1003", "vocab_size 49152"]),
+        (OTHER_VOCABULARY, ["vocab_size 1003", "vocab_size 49152", "set student.other_vocabulary to 'fold'"]),
+        (
+            [*OTHER_VOCABULARY, "student.other_vocabulary=fold", "teacher.mode=online"],
+            ["vocab_size 1003", "vocab_size 49152", "set teacher.targets to 'top_k'"],
+        ),
         (["student.from_teacher.keep_layers=[0, 1]"], ["keep_layers and keep_every both", "at most one"]),
         (["student.from_teacher={keep_every: null, keep_layers: [3, 1]}"], ["[3, 1]", "rising order"]),
         (["student.from_teacher={keep_every: null, keep_layers: [1, 1]}"], ["[1, 1]", "distinct"]),
@@ -159,6 +165,7 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["teacher.top_k=49152"],
         ["loss.temperature=2.0", "teacher.mode=online", "teacher.targets=top_k", "teacher.temperatures=[2.0, 1.0]"],
         ["loss.gradient_mib=0"],
+        [*OTHER_VOCABULARY, "student.other_vocabulary=fold"],
         ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
     ],
