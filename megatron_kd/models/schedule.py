@@ -13,6 +13,14 @@ from torch import Tensor
 
 from megatron_kd.models.parallel import ParallelGroups
 
+IN_FLIGHT = 4
+"""Micro batches for each stage that go through a pipeline together: a fifth of the time is then fill and drain."""
+
+
+def micro_batches_together(groups: ParallelGroups) -> int:
+    """Forward passes worth running in one schedule: one where there are no stages to keep busy."""
+    return IN_FLIGHT * groups.pp_size if groups.pp_size > 1 else 1
+
 
 def run_schedule[T](
     module: torch.nn.Module,

@@ -13,16 +13,14 @@ from torch.nn.functional import pad
 
 from megatron_kd.config import Recipe
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.schedule import micro_batches_together
 from megatron_kd.targets import TopKTargets
 from megatron_kd.teacher.topk import ExtractedTopK
-
-IN_FLIGHT = 4
-"""Micro batches for each stage of a pipeline that go through it together: a fifth of the time is fill and drain."""
 
 
 def rows_at_once(recipe: Recipe, groups: ParallelGroups) -> int:
     """Rows that a data-parallel rank scores between two exchanges: a micro batch, or enough to keep all stages busy."""
-    return recipe.teacher.capture.micro_batch_size * (IN_FLIGHT * groups.pp_size if groups.pp_size > 1 else 1)
+    return recipe.teacher.capture.micro_batch_size * micro_batches_together(groups)
 
 
 def rows_together(groups: ParallelGroups, most: int) -> int:

@@ -23,6 +23,7 @@ from megatron_kd.device import current_device, fail_together
 from megatron_kd.errors import DataError
 from megatron_kd.files import write_json
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.schedule import micro_batches_together
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
 from megatron_kd.training.distill import Distillation
@@ -34,8 +35,6 @@ SPLIT = "heldout"
 
 # Both parts are reported apart; any weight strictly between 0 and 1 has the pass compute both.
 _BOTH = 0.5
-IN_FLIGHT = 4
-"""Micro batches for each stage of a pipeline that are read and run at once: a fifth of the time is fill and drain."""
 
 
 @torch.no_grad()
@@ -84,7 +83,7 @@ def evaluate_model(
         Prefetcher(portions, rows.read, 2 * num_workers, num_workers) as ahead,
         progress("evaluate", len(portions), unit="batches", enabled=show_progress and groups.is_first_rank) as advance,
     ):
-        for together in batched(portions, IN_FLIGHT * groups.pp_size if groups.pp_size > 1 else 1):
+        for together in batched(portions, micro_batches_together(groups)):
             with fail_together("reading the held-out rows"):
                 batches = [next(ahead) for _ in together]
             parts += distillation.run(
