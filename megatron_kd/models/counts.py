@@ -32,7 +32,7 @@ def count_parameters(model: ModelConfig, groups: ParallelGroups) -> ParameterCou
     Args:
         groups: of one rank.
     """
-    one, two = (_built(model.with_layers(range(layers)), groups) for layers in (1, 2))
+    one, two = (_built(model.cut(range(layers)), groups) for layers in (1, 2))
     deep = model.num_layers - 1
     total = one[0] + deep * (two[0] - one[0])
     experts = one[1] + deep * (two[1] - one[1])

@@ -161,8 +161,10 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
     rates = {key: settings[0][key] for key in ("max_lr", "min_lr") if key in settings[0]}
-    for saved in state["optimizer"]["param_groups"]:
-        saved.update(rates)  # one pair for the whole model
+    # A model with experts has two optimizers, one of them for its experts, and their states under 0 and 1.
+    for part in [state] if "optimizer" in state else state.values():
+        for saved in part["optimizer"]["param_groups"]:
+            saved.update(rates)  # one pair for the whole model
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
