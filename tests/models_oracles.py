@@ -148,3 +148,17 @@ def smollm2_hf_folder() -> Path:
             (folder / "config.json").write_text(json.dumps(json.loads(built.config.to_json_string(use_diff=False))))
             torch.save({"tokens": ids, "logits": logits}, folder / "oracle.pt")
     return folder
+
+
+def one_rank_groups(folder: Path) -> Any:
+    """The groups of one rank on the CPU in this process; ``folder`` is for the rendezvous."""
+    import torch.distributed as dist
+
+    from megatron_kd.config import ParallelismConfig
+    from megatron_kd.device import select_device
+    from megatron_kd.models.parallel import init_model_parallel
+
+    select_device("cpu")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=0, world_size=1)
+    return init_model_parallel(ParallelismConfig(), seed=3)
