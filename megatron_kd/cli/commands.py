@@ -44,12 +44,19 @@ def convert_import(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     role: Annotated[str, typer.Option(help="teacher or student: which model of the recipe.")] = "teacher",
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read .bin and .pt files where there is no safetensors file; trust their origin first.",
+        ),
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Import Hugging Face weights.
 
-    Reads model.hf of the recipe's teacher (or student) and writes its checkpoint, once, on the CPU, for any parallel
-    layout. A checkpoint of the same model that is there already is reused.
+    Reads model.hf of the recipe's teacher (or student) and writes its checkpoint, once, for any parallel layout: alone
+    on the CPU, under torchrun in the recipe's layout. A checkpoint of the same model that is there already is reused.
     """
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
@@ -60,7 +67,7 @@ def convert_import(
     quiet_libraries()
     from megatron_kd.models.convert import import_model
 
-    report = import_model(loaded, "teacher" if role == "teacher" else "student")
+    report = import_model(loaded, "teacher" if role == "teacher" else "student", allow_pickle=allow_pickle)
     print_figures(
         report.to_dict(),
         json_,

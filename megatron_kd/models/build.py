@@ -22,7 +22,13 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 def build_model(
-    model: ModelConfig, parallelism: ParallelismConfig, groups: ParallelGroups, precision: Precision, *, trainable: bool
+    model: ModelConfig,
+    parallelism: ParallelismConfig,
+    groups: ParallelGroups,
+    precision: Precision,
+    *,
+    trainable: bool,
+    initialize: bool = True,
 ) -> GPTModel:
     """A randomly initialised model, this rank's shard of it, on this rank's device.
 
@@ -30,8 +36,10 @@ def build_model(
 
     Args:
         trainable: False for a teacher: no gradients, evaluation mode.
+        initialize: False where every parameter is filled next: their memory is then not touched before.
     """
     config = transformer_config(model, parallelism, precision)
+    config.perform_initialization = initialize
     built = GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, groups.pp_rank),
