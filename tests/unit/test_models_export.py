@@ -104,3 +104,143 @@ def megatron_logits(model: ModelConfig, checkpoint: Path, folder: Path) -> torch
     with torch.no_grad():
         logits: torch.Tensor = built(TOKENS, torch.arange(24).expand_as(TOKENS), None)
     return logits[..., : model.vocab_size]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tied Llama as it is published, in bfloat16."""
+    return hf_folder(tmp_path_factory.mktemp("source") / "hf", MODELS["llama tied"])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Its import."""
+    return imported(tmp_path_factory.mktemp("checkpoint"), MODELS["llama tied"], source)
+
+
+def test_mixed_dtypes_come_back_as_they_were(tmp_path: Path) -> None:
+    """Norms in float32, one layer's matrix in float16: the narrowest dtype that holds all layers, and no value lost."""
+    from safetensors.torch import save_file
+
+    model = grouped_model(vocab_size=1003, num_attention_heads=2, num_query_groups=1)
+    source = hf_folder(tmp_path / "hf", model)
+    state = tensors(source)
+    for file in source.glob("model*"):
+        file.unlink()
+    odd = "model.layers.1.mlp.up_proj.weight"
+    for name in state:
+        state[name] = state[name].float() if "norm" in name else state[name].half() if name == odd else state[name]
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    checkpoint = imported(tmp_path, model, source)
+    export(checkpoint, tmp_path / "out", max_shard_bytes=10**9, show_progress=False)
+    back = tensors(tmp_path / "out")
+    assert back.keys() == state.keys()
+    for name, tensor in back.items():
+        assert torch.equal(tensor.float(), state[name].float()), name
+        # gate and up of all layers are one stacked tensor in a distributed checkpoint
+        wanted = torch.float32 if "norm" in name or "gate_proj" in name or "up_proj" in name else torch.bfloat16
+        assert tensor.dtype == wanted, name
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp32", torch.float32), ("fp16", torch.float16)])
+def test_another_dtype_where_asked_for(name: str, dtype: torch.dtype, checkpoint: Path, tmp_path: Path) -> None:
+    report = export(checkpoint, tmp_path / "out", max_shard_bytes=10**9, dtype=parse_dtype(name), show_progress=False)
+    stored = open_hf_weights(str(tmp_path / "out"))
+    assert {stored.dtype(each) for each in stored.names()} == {dtype}
+    assert (tmp_path / "out/model.safetensors").exists() and report.files == 1
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["dtype"] == config["torch_dtype"] == report.dtype == str(dtype).removeprefix("torch.")
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (5, 0, 7)
+
+
+def test_without_a_kept_configuration_the_end_of_a_text_is_the_tokenizers(checkpoint: Path, tmp_path: Path) -> None:
+    old = tmp_path / "old"
+    shutil.copytree(checkpoint, old)
+    for name in ("config.json", "generation_config.json"):
+        (old / name).unlink()
+    export(old, tmp_path / "out", max_shard_bytes=10**9, show_progress=False)
+    config = json.loads((tmp_path / "out/config.json").read_text())
+    assert config["eos_token_id"] == load_tokenizer(checkpoint / "tokenizer").eos_id
+    assert "pad_token_id" not in config and not (tmp_path / "out/generation_config.json").exists()
+
+
+def _no_checkpoint(folder: Path) -> Path:
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+def _no_tokenizer(folder: Path) -> Path:
+    shutil.rmtree(folder / "copy/tokenizer")
+    return folder / "copy"
+
+
+def _damaged(folder: Path) -> Path:
+    for file in (folder / "copy").glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    return folder / "copy"
+
+
+def _half_configuration(folder: Path) -> Path:
+    (folder / "copy/config.json").write_text("{")
+    return folder / "copy"
+
+
+def _run_without_checkpoint(folder: Path) -> Path:
+    (folder / "copy/recipe.yaml").touch()
+    return folder / "copy"
+
+
+BAD_CHECKPOINTS = {
+    "nothing": (lambda folder: folder / "none", "no checkpoint at"),
+    "no checkpoint": (_no_checkpoint, "has no model.json"),
+    "no tokenizer": (_no_tokenizer, "give --tokenizer"),
+    "damaged": (_damaged, "is damaged"),
+    "a damaged configuration": (_half_configuration, "config.json is damaged"),
+    "a run without a checkpoint": (_run_without_checkpoint, "has no checkpoint yet"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CHECKPOINTS)
+def test_bad_checkpoints_leave_nothing_behind(case: str, checkpoint: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    damage, message = BAD_CHECKPOINTS[case]
+    origin = damage(tmp_path)
+    with pytest.raises(KDError) as raised:
+        export(origin, tmp_path / "to/out", max_shard_bytes=10**9, show_progress=False)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert not (tmp_path / "to").exists() or not list((tmp_path / "to").iterdir())
+
+
+def test_what_is_there_is_not_overwritten(checkpoint: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="exists already"):
+        export(checkpoint, tmp_path, max_shard_bytes=10**9, show_progress=False)
+
+
+def test_a_tokenizer_larger_than_the_embedding(source: Path, tmp_path: Path) -> None:
+    small = grouped_model(False, vocab_size=331)
+    too_large = hf_folder(tmp_path / "small", small)
+    with pytest.raises(CheckpointError, match=r"has \d+ tokens, teacher.model.vocab_size is 331"):
+        imported(tmp_path, small, too_large)
+    assert not (tmp_path / "teacher").exists()
+    with pytest.raises(CheckpointError, match=r"has \d+ tokens, the embedding of .* 331"):
+        export_weights(
+            SafetensorsFolder(too_large), small, tmp_path / "out", tokenizer=load_tokenizer(too_large), kept_from=None
+        )
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("7", 7), ("2gib", 2**31), ("200kb", 200_000)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "5 TB", "five"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="--max-shard-size"):
+        parse_size(text)
+
+
+def test_what_is_no_dtype() -> None:
+    with pytest.raises(ConfigError, match="'int8', must be one of bf16, fp16, fp32"):
+        parse_dtype("int8")
