@@ -190,7 +190,21 @@ def _run_without_checkpoint(folder: Path) -> Path:
     return folder / "copy"
 
 
+def _other_model(**changes: Any) -> Any:
+    def change(folder: Path) -> Path:
+        note = json.loads((folder / "copy/model.json").read_text())
+        note["architecture"] |= changes
+        (folder / "copy/model.json").write_text(json.dumps(note))
+        return folder / "copy"
+
+    return change
+
+
 BAD_CHECKPOINTS = {
+    "an unknown architecture": (_other_model(family="mamba"), "architecture that this version cannot read"),
+    "a layer too few": (_other_model(num_layers=4), "is damaged or of another model"),
+    "another width": (_other_model(num_attention_heads=4), "does not fit the model"),
+    "an untied head": (_other_model(untie_embeddings_and_output_weights=True), "no tensor 'output_layer.weight'"),
     "nothing": (lambda folder: folder / "none", "no checkpoint at"),
     "no checkpoint": (_no_checkpoint, "has no model.json"),
     "no tokenizer": (_no_tokenizer, "give --tokenizer"),
