@@ -189,5 +189,7 @@ def import_recipe(folder: Path, model: ModelConfig, source: Path, **sections: An
     path = tiny_recipe(folder, **sections)
     recipe = yaml.safe_load(path.read_text())
     recipe["teacher"]["model"] = {**model.model_dump(mode="json"), "hf": str(source)}
+    if "student" not in sections:
+        recipe["student"] = {"from_teacher": {"keep_every": 2}}
     path.write_text(yaml.safe_dump(recipe, sort_keys=False))
     return path
