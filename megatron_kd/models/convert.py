@@ -29,6 +29,7 @@ from megatron_kd.models.parallel import ParallelGroups, init_model_parallel
 from megatron_kd.models.parameters import places_in
 
 TOKENIZER_FOLDER = "tokenizer"
+_OF_THE_FILE = ("_name_or_path", "quantization_config")
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,9 @@ def _keep_configuration(source: Path, weights: HFWeights, folder: Path) -> None:
     """Hugging Face's own configuration, for an export: special tokens are not in ours."""
     origin = source if source.is_dir() else source.parent
     if source.suffix == ".gguf":
-        write_json(folder / CONFIG, weights.config())
+        # As transformers made it of the file: not where that lies, nor that it was quantised.
+        config = {key: value for key, value in weights.config().items() if key not in _OF_THE_FILE}
+        write_json(folder / CONFIG, config)
         return
     for name in (CONFIG, GENERATION_CONFIG):
         if (origin / name).exists():

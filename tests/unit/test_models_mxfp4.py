@@ -148,6 +148,19 @@ def test_logits_are_transformers(folder: Path, theirs: Any, tmp_path: Path) -> N
     torch.testing.assert_close(ours, expected, rtol=0, atol=2e-5)
 
 
+def test_an_import_is_exported_as_transformers_dequantises(folder: Path, theirs: Any, tmp_path: Path) -> None:
+    from megatron_kd.training.export_job import export
+    from tests.assets import tiny_llama_folder
+    from tests.unit.test_models_export import imported, same_bits, tensors
+
+    shutil.copytree(folder, tmp_path / "hf")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_llama_folder() / name, tmp_path / "hf")
+    export(imported(tmp_path, MODEL, tmp_path / "hf"), tmp_path / "out", max_shard_bytes=10**6, show_progress=False)
+    assert same_bits(tensors(tmp_path / "out"), theirs.state_dict())
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+
+
 def test_half_a_pair_and_other_quantisations_are_refused(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
