@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from megatron.core.models.gpt import GPTModel
 
@@ -27,6 +28,7 @@ from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.load import load_hf_weights, stored_dtypes
 from megatron_kd.models.parallel import ParallelGroups, init_model_parallel
 from megatron_kd.models.parameters import places_in
+from megatron_kd.models.transformer_config import Precision
 
 TOKENIZER_FOLDER = "tokenizer"
 _OF_THE_FILE = ("_name_or_path", "quantization_config")
@@ -86,8 +88,9 @@ def import_model(
         check_architecture(model, weights.config())
         dtypes = stored_dtypes(model, weights)
         tokenizer = _tokenizer(source, model, role) if dist.get_rank() == 0 else None
-    # In the narrowest precision, whose memory is not touched: each parameter gets the dtype of its source.
-    built = build_model(model, layout, groups, "bf16", trainable=False, initialize=False)
+    # Each parameter gets the dtype of its source; most have it from the beginning, which leaves no holes in memory.
+    precision: Precision = "fp32" if dtypes[EMBEDDING] == torch.float32 else "bf16"
+    built = build_model(model, layout, groups, precision, trainable=False, initialize=False)
     with fail_together(f"reading {model.hf}"):
         load_hf_weights(built, model, weights, groups, dtypes=dtypes, show=show)
     note: dict[str, Any] = {
