@@ -173,3 +173,48 @@ def smollm2_hf_folder() -> Path:
             (folder / "config.json").write_text(json.dumps(json.loads(built.config.to_json_string(use_diff=False))))
             torch.save({"tokens": ids, "logits": logits}, folder / "oracle.pt")
     return folder
+
+
+def one_rank_groups(folder: Path) -> Any:
+    """The groups of one rank on the CPU in this process; ``folder`` is for the rendezvous."""
+    import torch.distributed as dist
+
+    from megatron_kd.config import ParallelismConfig
+    from megatron_kd.device import select_device
+    from megatron_kd.models.parallel import init_model_parallel
+
+    select_device("cpu")
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=0, world_size=1)
+    return init_model_parallel(ParallelismConfig(), seed=3)
+
+
+def hf_folder(folder: Path, model: ModelConfig, dtype: torch.dtype = torch.bfloat16) -> Path:
+    """Random weights as they are published: several files in ``dtype``, special tokens, a tokenizer, generation_config.
+
+    The tokenizer is tiny_llama's; the model's vocabulary must be as large.
+    """
+    import shutil
+
+    from tests.assets import tiny_llama_folder
+
+    built = random_hf_model(model).to(dtype)
+    built.config.update({"bos_token_id": 5, "eos_token_id": 0, "pad_token_id": 7})
+    built.generation_config.update(eos_token_id=[0, 2], pad_token_id=7, temperature=0.7, do_sample=True)
+    built.save_pretrained(folder, max_shard_size="60KB")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_llama_folder() / name, folder / name)
+    return folder
+
+
+def import_recipe(folder: Path, model: ModelConfig, source: Path, **sections: Any) -> Path:
+    """A recipe whose teacher is ``model`` with the weights of ``source``, its checkpoint in ``folder``."""
+    from tests.assets import tiny_recipe
+
+    path = tiny_recipe(folder, **sections)
+    recipe = yaml.safe_load(path.read_text())
+    recipe["teacher"]["model"] = {**model.model_dump(mode="json"), "hf": str(source)}
+    if "student" not in sections:
+        recipe["student"] = {"from_teacher": {"keep_every": 2}}
+    path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+    return path

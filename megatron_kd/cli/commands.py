@@ -55,12 +55,19 @@ def convert_import(
     recipe: RecipeArgument,
     overrides: Overrides = None,
     role: Annotated[str, typer.Option(help="teacher or student: which model of the recipe.")] = "teacher",
+    allow_pickle: Annotated[
+        bool,
+        typer.Option(
+            "--allow-pickle",
+            help="Read .bin and .pt files where there is no safetensors file; trust their origin first.",
+        ),
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Import Hugging Face weights.
 
-    Reads model.hf of the recipe's teacher (or student) and writes its checkpoint, once, on the CPU, for any parallel
-    layout. A checkpoint of the same model that is there already is reused.
+    Reads model.hf of the recipe's teacher (or student) and writes its checkpoint, once, for any parallel layout: alone
+    on the CPU, under torchrun in the recipe's layout. A checkpoint of the same model that is there already is reused.
     """
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
@@ -71,11 +78,54 @@ def convert_import(
     quiet_libraries()
     from megatron_kd.models.convert import import_model
 
-    report = import_model(loaded, "teacher" if role == "teacher" else "student")
+    report = import_model(loaded, "teacher" if role == "teacher" else "student", allow_pickle=allow_pickle)
     print_figures(
         report.to_dict(),
         json_,
         f"{report.checkpoint}: {report.parameters:,} parameters{' (already there)' if report.reused else ''}",
+    )
+
+
+@convert_app.command("export")
+def convert_export(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(metavar="CHECKPOINT|RUN", help="A checkpoint, or a run directory: its newest checkpoint."),
+    ],
+    output: Annotated[Path, typer.Option(help="Folder to write; it must not exist.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest size of one file of weights.")] = "5GB",
+    dtype: Annotated[str | None, typer.Option(help="bf16, fp16 or fp32; without it the stored one.")] = None,
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="Hugging Face folder, instead of the checkpoint's own tokenizer.")
+    ] = None,
+    json_: Json = False,
+) -> None:
+    """Export weights to Hugging Face.
+
+    Writes a folder that transformers loads: safetensors, config.json and the tokenizer. Of a training checkpoint, the
+    student's weights. One process, a tensor at a time.
+    """
+    from megatron_kd.errors import CheckpointError
+
+    if output.exists():  # before torch is imported
+        raise CheckpointError(f"{output} exists already: remove it, or choose another --output")
+    quiet_libraries()
+    from megatron_kd.models.export import parse_dtype, parse_size
+    from megatron_kd.training.export_job import export
+
+    with writing_to(str(output)):
+        report = export(
+            checkpoint,
+            output,
+            max_shard_bytes=parse_size(max_shard_size),
+            dtype=parse_dtype(dtype),
+            tokenizer=tokenizer,
+        )
+    print_figures(
+        report.to_dict(),
+        json_,
+        f"{report.output}: {report.parameters:,} parameters of {report.checkpoint} in {report.dtype}, "
+        f"{report.files} file{'' if report.files == 1 else 's'}",
     )
 
 

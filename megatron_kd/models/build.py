@@ -23,7 +23,13 @@ logging.getLogger("megatron.core.models.gpt.gpt_model").setLevel(logging.ERROR)
 
 
 def build_model(
-    model: ModelConfig, parallelism: ParallelismConfig, groups: ParallelGroups, precision: Precision, *, trainable: bool
+    model: ModelConfig,
+    parallelism: ParallelismConfig,
+    groups: ParallelGroups,
+    precision: Precision,
+    *,
+    trainable: bool,
+    initialize: bool = True,
 ) -> GPTModel:
     """A randomly initialised model, this rank's shard of it, on this rank's device.
 
@@ -31,8 +37,10 @@ def build_model(
 
     Args:
         trainable: False for a teacher: no gradients, evaluation mode.
+        initialize: False where every parameter is filled next: their memory is then not touched before.
     """
     config = transformer_config(model, parallelism, precision)
+    config.perform_initialization = initialize
     built = _build(model, config, groups)
     built.to(device=current_device(), dtype=params_dtype(precision))
     if isinstance(model.rope_scaling, Llama3RopeScaling):

@@ -135,12 +135,15 @@ def save_weights(
     path: Path,
     note: dict[str, Any],
     before_publishing: Callable[[Path], None] = lambda folder: None,
+    *,
+    use_up: bool = False,
 ) -> None:
     """Saves weights alone, with ``model.json``. Collective; the directory appears when all is written.
 
     Args:
         note: kept in ``model.json`` beside the architecture: source, weights_sha256, tokenizer.
         before_publishing: adds files of its own to the directory, on the first rank.
+        use_up: the model is not needed afterwards: a part of it is not kept twice while it is written.
 
     Raises:
         CheckpointError: the directory exists.
@@ -149,7 +152,10 @@ def save_weights(
         if path.exists():
             raise CheckpointError(f"{path} exists already; remove it or choose another name")
     partial = make_partial_directory(path)
-    files = write_sharded({"model": sharded_weights(built)}, partial, path)
+    state = sharded_weights(built)
+    if use_up:
+        _take_halves_apart(state)
+    files = write_sharded({"model": state}, partial, path)
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             before_publishing(partial)
@@ -160,6 +166,26 @@ def save_weights(
 def write_note(folder: Path, model: ModelConfig, files: dict[str, Any], note: dict[str, Any]) -> None:
     """Writes ``model.json``: the architecture, the hashes of the files, and what else is given."""
     write_json(folder / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note, "files": files})
+
+
+def _take_halves_apart(state: dict[str, Any]) -> None:
+    """Gives the gate's and the up projection's rows memory of their own, matrix by matrix, and frees the parameters'.
+
+    Megatron-Core saves them as two tensors, views of one parameter, and copies all such views of the model before it
+    writes the first: most of the model a second time.
+    """
+
+    def own(part: ShardedTensor) -> ShardedTensor:
+        return replace(part, data=part.data.clone())
+
+    def taken(value: Any) -> Any:
+        if not isinstance(value, ShardedTensorFactory):
+            return value
+        halves = dict_list_map_inplace(own, value.build())
+        value.data.untyped_storage().resize_(0)
+        return halves
+
+    dict_list_map_inplace(taken, state)
 
 
 def read_note(path: Path) -> dict[str, Any]:

@@ -1,9 +1,8 @@
-"""Reading Hugging Face weights: a folder of safetensors (lazily) or a GGUF file (through transformers)."""
+"""Reading Hugging Face weights, lazily: safetensors, MXFP4 among them, a GGUF file, or pickles where asked for."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import util
@@ -15,6 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron_kd.errors import CheckpointError, ConfigError
+from megatron_kd.models.hf_files import CONFIG, read_index, read_json, refuse_pointer
+from megatron_kd.models.hf_source_pickle import PickledWeights, pickle_files
+from megatron_kd.models.mxfp4 import QUANT_METHOD, MXFP4Weights
 
 PACKAGE_PREFIX = "package:"
 
@@ -38,6 +40,17 @@ class HFWeights(Protocol):
     def config(self) -> dict[str, Any]:
         """The Hugging Face configuration."""
         ...
+
+
+class StoredWeights(HFWeights, Protocol):
+    """Named tensors whose dtype is known before they are read."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The dtype in which a tensor is stored."""
+        ...
+
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 
 
 def resolve_source(source: str) -> Path:
@@ -69,19 +82,35 @@ class SafetensorsFolder:
         """Raises CheckpointError where the folder holds no safetensors, or an unreadable one."""
         self.path = path
         index = path / "model.safetensors.index.json"
+        self._dtypes: dict[str, torch.dtype] | None = None
         if index.exists():
-            files = _read_json(index).get("weight_map")
-            if not isinstance(files, dict):
-                raise CheckpointError(f"{index} has no weight_map: fetch it again")
-            self._files: dict[str, str] = files
+            self._files = read_index(index)
         elif (path / "model.safetensors").exists():
             with self._open("model.safetensors") as file:
                 self._files = dict.fromkeys(file.keys(), "model.safetensors")
         else:
-            raise CheckpointError(f"{path} holds neither model.safetensors nor model.safetensors.index.json")
+            raise CheckpointError(f"{path} holds neither model.safetensors nor {index.name}")
 
     def names(self) -> list[str]:
         return sorted(self._files)
+
+    def dtype(self, name: str) -> torch.dtype:
+        if self._dtypes is None:
+            self._dtypes = self._read_dtypes()
+        return self._dtypes[name]
+
+    def _read_dtypes(self) -> dict[str, torch.dtype]:
+        found = {}
+        for shard in sorted(set(self._files.values())):
+            with self._open(shard) as file:
+                for name in (name for name, holder in self._files.items() if holder == shard):
+                    kind = file.get_slice(name).get_dtype()
+                    if kind not in _DTYPES:
+                        raise CheckpointError(
+                            f"{self.path / shard} has {name} in {kind}, which this version cannot read"
+                        )
+                    found[name] = _DTYPES[kind]
+        return found
 
     def read(self, name: str, index: int | None = None) -> Tensor:
         if name not in self._files:
@@ -93,26 +122,14 @@ class SafetensorsFolder:
     @contextmanager
     def _open(self, name: str) -> Iterator[Any]:
         try:
+            refuse_pointer(self.path / name)
             with safe_open(self.path / name, "pt") as file:
                 yield file
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{self.path / name} is missing or damaged ({error}): fetch it again") from error
 
     def config(self) -> dict[str, Any]:
-        file = self.path / "config.json"
-        if not file.exists():
-            raise CheckpointError(f"{self.path} has no config.json")
-        return _read_json(file)
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        loaded = json.loads(file.read_text())
-    except ValueError as error:
-        raise CheckpointError(f"{file} is damaged ({error}): fetch it again") from error
-    if not isinstance(loaded, dict):
-        raise CheckpointError(f"{file} is damaged (not a mapping): fetch it again")
-    return loaded
+        return read_json(self.path / CONFIG)
 
 
 class GGUFFile:
@@ -132,6 +149,9 @@ class GGUFFile:
     def names(self) -> list[str]:
         return sorted(self._state)
 
+    def dtype(self, name: str) -> torch.dtype:
+        return self._state[name].dtype
+
     def read(self, name: str, index: int | None = None) -> Tensor:
         if name not in self._state:
             raise CheckpointError(f"{self.path} has no tensor {name!r}; its architecture is not the recipe's")
@@ -141,18 +161,47 @@ class GGUFFile:
         return self._config
 
 
-def open_hf_weights(source: str) -> HFWeights:
-    """Opens what ``model.hf`` names. Raises ConfigError or CheckpointError."""
+def open_hf_weights(source: str, *, allow_pickle: bool = False) -> StoredWeights:
+    """Opens what ``model.hf`` names; MXFP4 tensors in it are shown dequantised.
+
+    Args:
+        allow_pickle: read ``.bin`` and ``.pt`` files as well, where there is no safetensors file.
+
+    Raises:
+        ConfigError: there is nothing of that name, nothing that can be read, or only pickles and these are not allowed.
+        CheckpointError: it is damaged, or quantised in a way that cannot be read.
+    """
     path = resolve_source(source)
-    if path.is_dir():
-        return SafetensorsFolder(path)
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and path.is_file():
         return GGUFFile(path)
-    raise ConfigError(f"model.hf names {str(path)!r}: neither a folder of safetensors nor a .gguf file")
+    pickled = [] if path.is_dir() and any(path.glob("*.safetensors*")) else pickle_files(path)
+    if not path.is_dir() and not pickled:
+        raise ConfigError(f"model.hf names {str(path)!r}: neither a folder of safetensors nor a .gguf file")
+    if pickled and not allow_pickle:
+        raise ConfigError(
+            f"model.hf names weights in a pickle, {str(pickled[0])!r}, which may be built to harm its reader: use "
+            "safetensors, or give --allow-pickle where you trust its origin"
+        )
+    stored = PickledWeights(path, pickled) if pickled else SafetensorsFolder(path)
+    quantization = stored.config().get("quantization_config")
+    if quantization is None:
+        return stored
+    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
+    if method != QUANT_METHOD:
+        raise CheckpointError(
+            f"{path} is quantised by {method!r}, this version reads {QUANT_METHOD!r} and unquantised weights: "
+            "use the weights that were not quantised"
+        )
+    return MXFP4Weights(stored)
 
 
 def weights_sha256(weights: HFWeights) -> str:
-    """A hash of all names, shapes, dtypes and values: the identity of a teacher in its cache."""
+    """A hash of all names, shapes, dtypes and values: the identity of a teacher in its cache.
+
+    Of MXFP4 weights it is taken over what is stored, a quarter of the bytes, whoever dequantises them.
+    """
+    if isinstance(weights, MXFP4Weights):
+        weights = weights.stored
     digest = hashlib.sha256()
     for name in weights.names():
         tensor = weights.read(name).contiguous()

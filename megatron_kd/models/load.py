@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.errors import CheckpointError, KDError
-from megatron_kd.models.families import HEAD
+from megatron_kd.models.families import HEAD, Entry
 from megatron_kd.models.hf_config import check_architecture
-from megatron_kd.models.hf_source import HFWeights
+from megatron_kd.models.hf_source import HFWeights, StoredWeights
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.parameters import Place, places, places_in
 from megatron_kd.progress import progress
 
 
 def load_hf_weights(
-    built: GPTModel, model: ModelConfig, weights: HFWeights, groups: ParallelGroups, *, show: bool = False
+    built: GPTModel,
+    model: ModelConfig,
+    weights: HFWeights,
+    groups: ParallelGroups,
+    *,
+    dtypes: Mapping[Entry, torch.dtype] | None = None,
+    show: bool = False,
 ) -> None:
     """Fills this rank's shard of a model. No collective; every rank reads what it needs, one tensor at a time.
+
+    Args:
+        dtypes: makes the parameters of each entry of that dtype (``stored_dtypes``); None: they keep their own.
 
     Raises:
         CheckpointError: another architecture, a missing tensor, one too many, or a shape that does not fit.
@@ -28,13 +39,16 @@ def load_hf_weights(
     todo = list(places_in(built, model, groups))
     with progress("importing weights", len(todo), unit="tensors", enabled=show) as advance, torch.no_grad():
         for place, parameter in todo:
-            _fill(parameter, place, model, weights, groups)
+            local = _local(parameter, place, model, weights, groups)
+            if dtypes is not None and dtypes[place.entry] != parameter.dtype:
+                parameter.data = torch.empty_like(parameter, dtype=dtypes[place.entry])
+            parameter.copy_(local)
             advance(1)
 
 
-def _fill(
+def _local(
     parameter: torch.nn.Parameter, place: Place, model: ModelConfig, weights: HFWeights, groups: ParallelGroups
-) -> None:
+) -> torch.Tensor:
     sources = ", ".join(place.hf_names)
     try:
         whole = place.whole(weights.read, model)
@@ -48,7 +62,29 @@ def _fill(
             f"{weights.path}: {sources} make {place.megatron_name} of shape {tuple(local.shape)} on this rank, "
             f"the model {model.name!r} needs {tuple(parameter.shape)}"
         )
-    parameter.copy_(local)
+    return local
+
+
+def stored_dtypes(model: ModelConfig, weights: StoredWeights) -> dict[Entry, torch.dtype]:
+    """The narrowest dtype of each entry that holds all of its tensors as they are stored. Reads no tensor.
+
+    One for all layers and experts, which a distributed checkpoint stacks.
+
+    Raises:
+        CheckpointError: a tensor is missing, or holds no floating-point numbers.
+    """
+    check_names(model, weights)
+    found: dict[Entry, torch.dtype] = {}
+    for place in places(model):
+        for name in place.hf_names:
+            stored = weights.dtype(name)
+            if not stored.is_floating_point:
+                raise CheckpointError(
+                    f"{weights.path}: {name} is stored in {stored}, not in floating point: it is quantised in a way "
+                    "that this version cannot read"
+                )
+            found[place.entry] = torch.promote_types(found.get(place.entry, stored), stored)
+    return found
 
 
 def check_names(model: ModelConfig, weights: HFWeights) -> None:
