@@ -14,12 +14,12 @@ import stat
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 from megatron_kd.files import create_only, fsync_directory
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
@@ -190,7 +190,8 @@ class LocalStorage(Storage):
     def exists(self, name: str) -> bool:
         # Not Path.exists, which from Python 3.14 on takes every refusal for a no: a shard would be captured again.
         try:
-            os.stat(self.path / name)
+            with _links_followed(self.path / name):
+                os.stat(self.path / name)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -205,19 +206,22 @@ class LocalStorage(Storage):
         return _LocalFile(self.path / name, size)
 
     def names(self) -> list[str]:
-        return sorted(os.listdir(self.path))
+        with _links_followed(self.path):
+            return sorted(os.listdir(self.path))
 
     def files(self) -> list[StoredObject]:
-        found, folders = [], [""]
+        found, folders = [], [("", True)]
         while folders:
-            folder = folders.pop()
-            with os.scandir(self.path / folder) as entries:
+            folder, descend = folders.pop()
+            with _links_followed(self.path / folder), os.scandir(self.path / folder) as entries:
                 for entry in entries:
                     if not entry.is_dir():
-                        status = entry.stat()
+                        with _links_followed(self.path / folder / entry.name):
+                            status = entry.stat()
                         found.append(StoredObject(f"{folder}{entry.name}", status.st_size, status.st_mtime))
-                    elif not entry.is_symlink():
-                        folders.append(f"{folder}{entry.name}/")
+                    elif descend:
+                        # Of a linked folder the files and no more: a link may lead round in a circle, or to the root.
+                        folders.append((f"{folder}{entry.name}/", not entry.is_symlink()))
         return sorted(found, key=lambda file: file.name)
 
     def total_bytes(self, name: str) -> int:
@@ -332,9 +336,25 @@ def check_size(where: str, size: int, recorded: int | None) -> None:
         raise CacheError(f"{where} has {size} bytes, its commit record says {recorded}")
 
 
+@contextmanager
+def _links_followed(path: Path) -> Iterator[None]:
+    """What is missing because a link on the way leads nowhere is out of reach: its disk may not be mounted."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        for part in (path, *path.parents):
+            if part.is_symlink() and not os.path.exists(part):
+                raise StoreUnreachableError(
+                    f"{path} cannot be read: {part} is a link to {os.readlink(part)}, which is not there: is its disk "
+                    "mounted? If what it held is lost, remove the link"
+                ) from error
+        raise
+
+
 def _open(path: Path) -> tuple[int, int]:
     """A descriptor and the size of a regular file; a pipe or a device could block, or never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with _links_followed(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,6 @@ from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
 from megatron_kd.cache.storage import Storage, open_storage
 from megatron_kd.errors import CacheError
 
-CAPTURE_AGAIN = "run `megatron-kd capture` again, it resumes with what is missing"
 _RANK_TABLE = re.compile(r"rank_table-[0-9a-f]{32}\.u32")
 _COMMIT_NAME = re.compile(r"([0-9]{6,9})\.json")
 MANIFEST_NAME = "cache.json"
@@ -52,6 +51,21 @@ class Cache:
         return self.storage.below(f"shards/{attempt}")
 
 
+def how_to_go_on(cache: Cache) -> str:
+    """What a user does about shards that are missing."""
+    command = "megatron-kd cache import" if cache.manifest.imported else "megatron-kd capture"
+    return f"run `{command}` again, it resumes with what is missing"
+
+
+def how_to_mend(cache: Cache) -> str:
+    """What a user does about shards that are damaged. Of no use where a disk or a store did not answer."""
+    if cache.manifest.imported:
+        mends = "remove the commit records of damaged shards and run `megatron-kd cache import` again"
+    else:
+        mends = "`megatron-kd capture --repair` captures it again"
+    return f"`megatron-kd cache verify {cache.location}` lists all damage, {mends}"
+
+
 @contextmanager
 def reported(path: Path | str, doing: str) -> Iterator[None]:
     """Turns what the system refuses into a CacheError that says what was being done, and what remains."""
@@ -63,6 +77,7 @@ def reported(path: Path | str, doing: str) -> Iterator[None]:
             errno.EDQUOT: "the quota is used up: free space",
             errno.EFBIG: "the file would be too large: raise the limit (ulimit -f) or lower rows_per_shard",
             errno.EROFS: "the file system is read-only: choose another path",
+            errno.EMFILE: "raise the limit of open files (ulimit -n)",
             errno.EACCES: "no permission: choose another path or change its mode",
         }.get(error.errno or 0, "see the system's message")
         raise CacheError(
@@ -164,13 +179,41 @@ def is_rank_table(name: str) -> bool:
 
 
 def committed_shards(path: Path | str | Cache) -> list[int]:
-    """The shards that are done, ascending. Lists a directory, reads no shard."""
+    """The shards that are done, ascending. Lists a directory, reads no shard.
+
+    Raises:
+        CacheError: where ``commits/`` cannot be read, or is missing although there are attempts: shards whose records
+            are lost. Without either folder nothing was committed: a copy may leave out empty folders.
+    """
     cache = open_cache(path)
     try:
         names = cache.storage.below("commits").names()
+    except FileNotFoundError as error:
+        attempts = _attempts(cache)
+        if not attempts:
+            return []
+        raise CacheError(
+            f"{cache.storage.where('commits')} is missing although shards/ holds {attempts} attempts at shards, which "
+            "are worth nothing without their commit records: bring it back (is its disk mounted, was it copied?), or "
+            "remove shards/ too to begin anew"
+        ) from error
     except OSError as error:
         raise CacheError(f"{cache.storage.where('commits')} cannot be read: {error.strerror}") from error
     return sorted({int(match[1]) for match in map(_COMMIT_NAME.fullmatch, names) if match})
+
+
+def _attempts(cache: Cache) -> int:
+    try:
+        return sum(not name.startswith(".") for name in cache.storage.below("shards").names())
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise CacheError(f"{cache.storage.where('shards')} cannot be read: {error.strerror}") from error
+
+
+def committed_of(cache: Cache) -> list[int]:
+    """The committed shards that the cache can have, ascending; records of others are strays."""
+    return [shard for shard in committed_shards(cache) if shard < cache.manifest.shards]
 
 
 def missing_shards(path: Path | str | Cache) -> list[int]:
@@ -193,6 +236,11 @@ def samples_of(cache: Cache, shards: Iterable[int]) -> str:
 def ranges(numbers: Iterable[int], most: int = 8) -> str:
     """Ascending numbers as ranges, at most ``most`` of them: 0, 1, 2, 7 → ``0–2, 7``."""
     return _in_words(((number, number) for number in numbers), most)
+
+
+def shards_in_words(shards: Collection[int]) -> str:
+    """Ascending shards with their verb: ``shard 7 is``, ``shards 1, 4–6 are``."""
+    return f"shards {ranges(shards)} are" if len(shards) > 1 else f"shard {ranges(shards)} is"
 
 
 def _in_words(spans: Iterable[tuple[int, int]], most: int = 8) -> str:

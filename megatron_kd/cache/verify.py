@@ -18,9 +18,10 @@ from typing import Any
 
 from megatron_kd.cache.checks import LEVELS, Check, Found, Level, ShardChecker
 from megatron_kd.cache.commits import read_commit
+from megatron_kd.cache.presence import require_shards
 from megatron_kd.cache.rank_table import check_rank_table
-from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges, samples_of
-from megatron_kd.cache.text import printable, size_text
+from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges, samples_of, shards_in_words
+from megatron_kd.cache.text import counted, printable, size_text
 from megatron_kd.cache.workers import run_tasks, usable_cores
 from megatron_kd.cache.writer import orphans
 from megatron_kd.daemons import DaemonThreads
@@ -81,13 +82,13 @@ class VerifyReport:
         """What was found in one line, then the problems, a line each."""
         verdicts = []
         if self.damaged_shards:
-            verdicts.append(f"shards {ranges(self.damaged_shards)} are damaged")
+            verdicts.append(f"{shards_in_words(self.damaged_shards)} damaged")
         if self.missing_samples:
             verdicts.append(f"incomplete, samples {self.missing_samples} are missing")
         if self.problems and not verdicts:
             verdicts.append("there are records of other shards than its own")
         checked = f"{self.rows_committed:,} rows of {self.tokens:,} tokens, {size_text(self.bytes)}"
-        left = f"; {len(self.orphans)} leftovers, see `megatron-kd cache clean`" if self.orphans else ""
+        left = f"; {counted(len(self.orphans), 'leftover')}, see `megatron-kd cache clean`" if self.orphans else ""
         head = f"{'; '.join(verdicts) or 'no problem found'} at level {self.level} ({checked}{left})"
         return "\n".join([head, *map(printable, self.problems)])
 
@@ -111,8 +112,9 @@ def verify(
             programs whose main module can be imported, as for ``multiprocessing``.
 
     Raises:
-        CacheError: where there is no cache, or its manifest or rank table is damaged: nothing can be judged then; and
-            where a worker dies. An object store that does not answer is a StoreUnreachableError and no damage.
+        CacheError: where there is no cache, or its manifest or rank table is damaged, or one of its folders is not
+            there (``require_shards``): nothing can be judged then; and where a worker dies. An object store that does
+            not answer is a StoreUnreachableError and no damage.
         ValueError: for an unknown level or no worker, or a shard that the cache cannot have.
     """
     if level not in LEVELS:
@@ -127,6 +129,7 @@ def verify(
         raise ValueError(f"shards must lie in [0, {manifest.shards}), not {ranges(wanted)}")
     sizes = {shard: len(manifest.shard_samples(shard)) for shard in wanted}
     report = VerifyReport(level, shards_expected=len(sizes), rows_expected=sum(sizes.values()))
+    require_shards(cache)
     committed = committed_shards(cache)
     _report_holes(cache, wanted, committed, report)
     if shards is None and committed and committed[-1] >= manifest.shards:
@@ -170,7 +173,8 @@ def _report_holes(cache: Cache, wanted: Iterable[int], committed: list[int], rep
     if missing:
         samples = samples_of(cache, missing)
         report.missing_samples = samples
-        report.problems.append(f"samples {samples} are missing: shards {ranges(missing)} were never committed")
+        what = f"shards {ranges(missing)} were" if len(missing) > 1 else f"shard {missing[0]} was"
+        report.problems.append(f"samples {samples} are missing: {what} never committed")
 
 
 def _worthwhile(cache: Cache, shards: list[int], level: Level) -> int:
