@@ -6,21 +6,26 @@ for that, a repair would throw away the records of a sound cache, and cleaning u
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron_kd.cache.commits import attempt_shard, read_commit
 from megatron_kd.cache.storage import NOT_THERE
 from megatron_kd.cache.store import Cache, committed_of, reported
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
 
-def require_shards(cache: Cache) -> None:
+def require_shards(cache: Cache, first: Collection[int] = ()) -> None:
     """Refuses a cache that has commit records and none of the shards they name. Reads one record of a sound one.
+
+    Args:
+        first: shards to look at before all others.
 
     Raises:
         StoreUnreachableError: ``shards/`` is missing, empty, or has nothing that a record names. Nothing may then be
             concluded from files that are not there.
         CacheError: ``commits/`` is missing and ``shards/`` has attempts.
     """
-    committed = committed_of(cache)
+    committed = sorted(committed_of(cache), key=lambda shard: shard not in first)
     there: set[str] | None = None
     named = 0
     for shard in committed:

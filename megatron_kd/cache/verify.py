@@ -106,7 +106,8 @@ def verify(
     The report is the same for any number of workers.
 
     Args:
-        shards: those to check; of others nothing is read but the names of their records. None for all.
+        shards: those to check; of others nothing is read but the names of their records, and one record where the
+            files of all of these are gone. None for all.
         workers: processes that share the work; 1 does all of it in this one, None takes as many as there are usable
             cores and as the cache is worth (none for an inventory, whose threads wait for files). More than one is for
             programs whose main module can be imported, as for ``multiprocessing``.
@@ -129,7 +130,7 @@ def verify(
         raise ValueError(f"shards must lie in [0, {manifest.shards}), not {ranges(wanted)}")
     sizes = {shard: len(manifest.shard_samples(shard)) for shard in wanted}
     report = VerifyReport(level, shards_expected=len(sizes), rows_expected=sum(sizes.values()))
-    require_shards(cache)
+    require_shards(cache, sizes)
     committed = committed_shards(cache)
     _report_holes(cache, wanted, committed, report)
     if shards is None and committed and committed[-1] >= manifest.shards:

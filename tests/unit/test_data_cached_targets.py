@@ -220,7 +220,7 @@ def test_a_damaged_row_is_named_by_the_sample_and_by_its_row(
     cached.targets([1])
     with pytest.raises(
         CacheError,
-        match=r"targets of sample 0 of .*few cannot be read: sample 4 of .*c cannot be used.*`megatron-kd capture --rep",
+        match=r"targets of sample 0 of .*few cannot be read: sample 4 of .*c cannot be used.*capture --repair`",
     ):
         cached.targets([0])
 
@@ -238,8 +238,7 @@ def test_what_cannot_be_read_is_not_to_be_repaired(samples: SampleSet, teacher: 
 def test_what_an_import_lacks_or_has_damaged_is_imported_again(
     samples: SampleSet, teacher: ModelConfig, tmp_path: Path
 ) -> None:
-    identity = {"name": "toy", "matched_by": "tokens", "architecture": teacher.model_dump(mode="json")}
-    make_cache(tmp_path / "c", samples, teacher, teacher=identity)
+    make_cache(tmp_path / "c", samples, teacher, imported=True)
     [file] = (tmp_path / "c").glob("shards/000002-*/rank/c.0.0")
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
