@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_kd.cache.commits import attempt_shard, read_commit
-from megatron_kd.cache.storage import NOT_THERE
 from megatron_kd.cache.store import Cache, committed_of, reported
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
@@ -65,7 +64,7 @@ def make_folders(cache: Cache) -> None:
 def _attempts(cache: Cache) -> set[str]:
     try:
         return set(cache.storage.below("shards").names())
-    except NOT_THERE:
+    except FileNotFoundError:
         return set()
     except OSError as error:
         raise StoreUnreachableError(f"{cache.storage.where('shards')} cannot be read: {error.strerror}") from error

@@ -7,6 +7,7 @@ retries, is a ``StoreUnreachableError``.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -24,7 +25,9 @@ from megatron_kd.files import create_only, fsync_directory
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What a file is missing by. Any other OSError tells of the disk or the rights of the reader, not of the cache."""
+_OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENOENT)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_NEARLY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,19 @@ class StoredObject:
     name: str
     size: int
     modified: float
+
+
+def concerns_one_file(error: BaseException) -> bool:
+    """Whether what could not be read may be all that cannot: rights, a bad block, a link that leads nowhere.
+
+    A store that does not answer, or a process that may open no more files, will not do better with the next one.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause.errno in _OF_ONE_FILE
+        cause = cause.__cause__
+    return False
 
 
 class StoredFile(ABC):
@@ -162,10 +178,17 @@ def open_storage(location: Path | str | Storage) -> Storage:
     """The storage at a path or URL; nothing is looked at yet.
 
     Raises:
-        CacheError: for a URL, where the package for object stores is missing or the URL is of an unknown kind.
+        CacheError: for a URL, where the package for object stores is missing or the URL is of an unknown kind; and for
+            a path that was to be a URL.
     """
     if isinstance(location, Storage):
         return location
+    text = str(location)  # a Path has lost one of two slashes
+    if nearly := _NEARLY_URL.match(text):
+        raise CacheError(
+            f"{text} is no URL and hardly meant as a path: write {nearly[1]}://{text[nearly.end() :]} for an object "
+            f"store, {Path.cwd() / text} for a folder"
+        )
     if is_url(location):
         from megatron_kd.cache.storage_objects import ObjectStorage
 

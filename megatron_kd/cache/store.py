@@ -20,7 +20,7 @@ import numpy as np
 
 from megatron_kd.cache.manifest import CacheManifest, first_differing_field
 from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
-from megatron_kd.cache.storage import Storage, open_storage
+from megatron_kd.cache.storage import LocalStorage, Storage, open_storage
 from megatron_kd.errors import CacheError
 
 _RANK_TABLE = re.compile(r"rank_table-[0-9a-f]{32}\.u32")
@@ -44,11 +44,19 @@ class Cache:
 
     def commit_name(self, shard_index: int) -> str:
         """The commit record of a shard, relative to the cache."""
-        return f"commits/{shard_index:06d}.json"
+        return f"commits/{_commit_file(shard_index)}"
 
     def shard_storage(self, attempt: str) -> Storage:
         """The files of an attempt."""
         return self.storage.below(f"shards/{attempt}")
+
+
+def require_folder(storage: Storage) -> None:
+    """Raises CacheError where a file stands in the place of a cache's folder, or of one above it."""
+    if isinstance(storage, LocalStorage):
+        for part in (storage.path, *storage.path.parents):
+            if part.is_file():
+                raise CacheError(f"{part} is a file, a cache is a folder: name another path")
 
 
 def how_to_go_on(cache: Cache) -> str:
@@ -125,7 +133,7 @@ def open_same_cache(path: Path | str, manifest: CacheManifest) -> Cache:
     if difference:
         name, found, needed = difference
         raise CacheError(
-            f"{path} holds another cache: its {name} is {found!r}, this run needs {needed!r}. "
+            f"{path} holds another cache: {name} there: {found!r}, needed by this run: {needed!r}. "
             "Choose another path, or remove that cache if nothing needs it."
         )
     return cache
@@ -144,6 +152,7 @@ def open_cache(path: Path | str | Cache) -> Cache:
     storage = open_storage(path)
     where = storage.where(MANIFEST_NAME)
     try:
+        require_folder(storage)
         manifest = CacheManifest.from_json(storage.read(MANIFEST_NAME, MAX_MANIFEST_BYTES), where)
     except FileNotFoundError as error:
         raise CacheError(
@@ -199,7 +208,24 @@ def committed_shards(path: Path | str | Cache) -> list[int]:
         ) from error
     except OSError as error:
         raise CacheError(f"{cache.storage.where('commits')} cannot be read: {error.strerror}") from error
-    return sorted({int(match[1]) for match in map(_COMMIT_NAME.fullmatch, names) if match})
+    shards = {name: int(match[1]) for name in names if (match := _COMMIT_NAME.fullmatch(name))}
+    return sorted(shard for name, shard in shards.items() if name == _commit_file(shard))
+
+
+def stray_records(cache: Cache) -> list[str]:
+    """Records of shards that this cache cannot have, by names relative to it: another cache was mixed into it."""
+    try:
+        names = cache.storage.below("commits").names()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CacheError(f"{cache.storage.where('commits')} cannot be read: {error.strerror}") from error
+    own = {_commit_file(shard) for shard in committed_of(cache)}
+    return [f"commits/{name}" for name in names if _COMMIT_NAME.fullmatch(name) and name not in own]
+
+
+def _commit_file(shard_index: int) -> str:
+    return f"{shard_index:06d}.json"
 
 
 def _attempts(cache: Cache) -> int:
@@ -256,7 +282,8 @@ def _in_words(spans: Iterable[tuple[int, int]], most: int = 8) -> str:
 
 
 def cache_exists(path: Path | str) -> bool:
-    """Whether a cache stands there, sound or not; what else stands at ``path`` is not looked at."""
+    """Whether a cache stands there, sound or not. Raises CacheError where no folder can be."""
     storage = open_storage(path)
+    require_folder(storage)
     with reported(storage.location, "looking for the cache"):
         return storage.exists(MANIFEST_NAME)

@@ -25,7 +25,15 @@ from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
 from megatron_kd.cache.schema import temperature_name
 from megatron_kd.cache.storage import Storage
-from megatron_kd.cache.store import Cache, committed_shards, is_rank_table, open_cache, rank_table_name, reported
+from megatron_kd.cache.store import (
+    Cache,
+    committed_of,
+    is_rank_table,
+    open_cache,
+    rank_table_name,
+    reported,
+    stray_records,
+)
 from megatron_kd.cache.values import delta_encode, to_patterns
 from megatron_kd.errors import CacheError
 
@@ -198,6 +206,8 @@ class _ShardFiller:
 def orphans(path: Path | str | Cache) -> list[str]:
     """Attempts that no commit record names, temporary files, unused rank tables: of crashed, beaten, running writers.
 
+    Also the records of shards that the cache cannot have.
+
     Returns:
         Names relative to the cache.
 
@@ -209,7 +219,7 @@ def orphans(path: Path | str | Cache) -> list[str]:
     storage = cache.storage
     # Attempts first: one that is committed after this listing is then found in the records, not taken for garbage.
     attempts = _names(storage, "shards")
-    used = {record.attempt for record in read_commits(cache, committed_shards(cache))}
+    used = {record.attempt for record in read_commits(cache, committed_of(cache))}
     temporary = [
         name
         for folder in ("", "commits/")
@@ -218,7 +228,8 @@ def orphans(path: Path | str | Cache) -> list[str]:
     ]
     # Of several first writers one publishes cache.json: the tables of the others are never used.
     tables = [name for name in storage.names() if is_rank_table(name) and name != rank_table_name(cache.manifest)]
-    return [*(f"shards/{attempt}" for attempt in attempts if attempt not in used), *temporary, *tables]
+    unused = (f"shards/{attempt}" for attempt in attempts if attempt not in used)
+    return [*unused, *stray_records(cache), *temporary, *tables]
 
 
 def _names(storage: Storage, folder: str) -> list[str]:

@@ -99,7 +99,10 @@ class CachedTargets:
     def _check_files(self, shards: Sequence[int]) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
         path = self._cache.location
-        damaged = verify(self._cache, "inventory", shards=shards).problems
+        report = verify(self._cache, "inventory", shards=shards)
+        damaged = report.problems
+        if report.unreadable_shards:
+            raise StoreUnreachableError(f"{path} cannot be used: {damaged[0]}{_more(damaged)}")
         if damaged:
             raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {how_to_mend(self._cache)}")
 

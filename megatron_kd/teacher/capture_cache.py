@@ -25,7 +25,7 @@ from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.data.tokenizer import load_tokenizer
 from megatron_kd.device import fail_together, first_rank_tells
-from megatron_kd.errors import CacheError, DataError
+from megatron_kd.errors import CacheError, DataError, StoreUnreachableError
 from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.hf_source import resolve_source
 from megatron_kd.models.parallel import ParallelGroups
@@ -186,6 +186,11 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
             return Committed()
         level: Level = "crc" if repair else "inventory"
         report = verify(cache, level, shards=done, workers=None, show_progress=show_progress)
+        if report.unreadable_shards:
+            raise StoreUnreachableError(
+                f"{cache.location}: {shards_in_words(report.unreadable_shards)} not readable, which is no damage: "
+                f"{report.problems[0]}; nothing was removed"
+            )
         damaged = report.damaged_shards
         if not damaged:
             return Committed(frozenset(done), report.bytes + report.record_bytes, report.tokens)

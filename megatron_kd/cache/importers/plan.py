@@ -20,7 +20,7 @@ from megatron_kd.cache.row import Row
 from megatron_kd.cache.store import Cache, committed_of, create_cache, missing_shards, shards_in_words
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import write_shard
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 from megatron_kd.progress import Advance, progress
 from megatron_kd.versions import installed_versions
 
@@ -134,6 +134,8 @@ def import_cache(
 def _require_sound(cache: Cache) -> None:
     """Names and sizes of what is committed, as a capture looks at them: a truncated shard must not pass for done."""
     report = verify(cache, "inventory", shards=committed_of(cache))
+    if report.unreadable_shards:
+        raise StoreUnreachableError(f"{cache.location}: {report.problems[0]}; nothing was imported")
     if report.damaged_shards:
         damaged = report.damaged_shards
         records = ", ".join(cache.storage.where(cache.commit_name(shard)) for shard in damaged[:_NAMED_RECORDS])
