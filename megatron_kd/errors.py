@@ -24,6 +24,10 @@ class StoreUnreachableError(CacheError):
     """The disk or store of a cache does not answer, or refuses to: which says nothing about the cache."""
 
 
+class ForeignRowError(CacheError):
+    """A sound row of a cache that is not the one of the sample: other tokens, or documents that start elsewhere."""
+
+
 class CheckpointError(KDError):
     """A missing or damaged checkpoint, or one of another model."""
 

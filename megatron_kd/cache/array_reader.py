@@ -54,10 +54,12 @@ class ArrayReader:
             self.close = self._file.close
             self.path, self.size = self._file.where, self._file.size
             self._index = self._read_index(stored.index_entries, stored.index_at_start)
-        except (*NOT_THERE, ValueError) as error:
+        except ValueError as error:
             raise CacheError(f"{storage.location} cannot be opened: {error}") from error
         except OSError as error:
-            raise StoreUnreachableError(f"{storage.location} cannot be opened: {error}") from error
+            kind = CacheError if isinstance(error, NOT_THERE) else StoreUnreachableError
+            why = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+            raise kind(f"{storage.location} cannot be opened: {why}") from error
 
     def _read_index(self, entries: int, at_start: bool) -> np.ndarray:
         size = entries * 2 * INDEX_ENTRY.itemsize

@@ -25,7 +25,7 @@ from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import check_row, content_hash
 from megatron_kd.cache.schema import ArraySpec, parse_array
 from megatron_kd.cache.shard_reader import ShardReader
-from megatron_kd.cache.storage import NOT_THERE, Storage, StoredFile
+from megatron_kd.cache.storage import NOT_THERE, Storage, StoredFile, concerns_one_file
 from megatron_kd.cache.store import Cache, open_cache, ranges
 from megatron_kd.cache.writer import group_attributes
 from megatron_kd.errors import CacheError, StoreUnreachableError
@@ -68,12 +68,14 @@ class Found:
 
     Attributes:
         problems: one line each.
+        unreadable: likewise, of what the system refuses to read, which may be sound.
         attempt, row_count, tokens, bytes: of the shard, where the whole shard was looked at and has a record.
         record_bytes: of the record itself.
         files, rows: the checks to follow at the levels asked for, first those of files, then those of rows.
     """
 
     problems: list[str] = field(default_factory=list)
+    unreadable: list[str] = field(default_factory=list)
     attempt: str = ""
     row_count: int = 0
     tokens: int = 0
@@ -83,23 +85,33 @@ class Found:
     rows: list[Check] = field(default_factory=list)
 
     def collect[**P, T](self, check: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
-        """Runs a check; a CacheError, or what the system refuses, becomes a problem.
+        """Runs a check; a CacheError becomes a problem, one file that the system refuses to read is unreadable.
 
-        Raises StoreUnreachableError: good shards must not be taken for damaged ones because a connection broke.
+        Raises StoreUnreachableError where the next file would fare no better: good shards must not be taken for damaged
+        ones because a connection broke.
         """
         try:
             return check(*args, **kwargs)
-        except StoreUnreachableError:
-            raise
         except OSError as error:
-            if not isinstance(error, NOT_THERE):
-                raise StoreUnreachableError(f"the cache cannot be read: {error}") from error
-            self.problems.append(str(error))
-            return None
+            what = f"{error.filename or 'the cache'} cannot be read: {error.strerror or error}"
+            if isinstance(error, NOT_THERE):
+                _add(self.problems, what)
+            elif concerns_one_file(error):
+                _add(self.unreadable, what)
+            else:
+                raise StoreUnreachableError(what) from error
+        except StoreUnreachableError as error:
+            if not concerns_one_file(error):
+                raise
+            _add(self.unreadable, str(error))
         except CacheError as error:
-            if str(error) not in self.problems:
-                self.problems.append(str(error))
-            return None
+            _add(self.problems, str(error))
+        return None
+
+
+def _add(lines: list[str], line: str) -> None:
+    if line not in lines:
+        lines.append(line)
 
 
 class ShardChecker:
@@ -134,13 +146,13 @@ class ShardChecker:
         found.tokens, found.bytes, found.record_bytes = record.tokens, record.stored_bytes, len(record.to_json())
         folder = self._cache.shard_storage(record.attempt)
         found.collect(_check_inventory, folder, record)
-        if self._depth < LEVELS.index("structure") or found.problems:
+        if self._depth < LEVELS.index("structure") or found.problems or found.unreadable:
             return
         found.collect(_check_group, self._cache, folder, record)
         for spec in self._cache.manifest.arrays.values():
             found.collect(_check_structure, folder, spec)
         reader = found.collect(self._open, record.shard_index)
-        if reader is None or found.problems:
+        if reader is None or found.problems or found.unreadable:
             return
         if self._depth >= LEVELS.index("crc"):
             found.files = list(self._file_checks(record))

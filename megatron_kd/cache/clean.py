@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_kd.cache.storage import Storage
 from megatron_kd.cache.store import Cache, open_cache
-from megatron_kd.cache.text import printable, size_text
+from megatron_kd.cache.text import counted, printable, size_text
 from megatron_kd.cache.writer import orphans, remove_orphans
 
 
@@ -57,7 +57,7 @@ class CleanReport:
         ]
         size = size_text(sum(leftover.bytes for leftover in self.removed))
         kept = f"; {len(self.kept)} left, written to in the last {self.idle_s / 3600:g} h" if self.kept else ""
-        return "\n".join([*lines, f"{does} {len(self.removed)} leftovers of {size}{kept}"])
+        return "\n".join([*lines, f"{does} {counted(len(self.removed), 'leftover')} of {size}{kept}"])
 
 
 def clean(path: Path | str | Cache, idle_s: float = 86400.0, *, dry_run: bool = False) -> CleanReport:

@@ -12,7 +12,7 @@ from typing import Any
 from megatron_kd.cache.identity import is_hash
 from megatron_kd.cache.json_text import parse_json
 from megatron_kd.cache.storage import NOT_THERE
-from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, reported, samples_of
+from megatron_kd.cache.store import Cache, how_to_go_on, missing_samples, reported, samples_of
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
 _READ_TOGETHER = 64  # records, which take up to megabytes each
@@ -60,7 +60,7 @@ def read_commit(cache: Cache, shard_index: int) -> CommitRecord:
     except FileNotFoundError as error:
         raise CacheError(
             f"shard {shard_index} of {cache.location} (samples {samples_of(cache, [shard_index])}) was never "
-            f"committed; missing in all: samples {missing_samples(cache)}; {CAPTURE_AGAIN}"
+            f"committed; missing in all: samples {missing_samples(cache)}; {how_to_go_on(cache)}"
         ) from error
 
 
@@ -139,7 +139,7 @@ def attempt_shard(name: str) -> int | None:
 
 
 def _repair(cache: Cache) -> str:
-    if "matched_by" in cache.manifest.teacher:  # an import's: no teacher can write it anew
+    if cache.manifest.imported:
         return "remove it and run `megatron-kd cache import` again"
     return "`megatron-kd capture --repair` captures the shard anew"
 

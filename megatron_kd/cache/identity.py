@@ -1,7 +1,8 @@
 """What a row is: one hash over its tokens and its document boundaries.
 
-The teacher's answer depends on the tokens and on where documents start (attention does not cross them), and on nothing
-else about a row; the loss mask is left out because it does not change the teacher.
+The teacher's answer depends on the tokens, and on nothing else about a row: attention crosses from document to
+document within it, as in training. Where documents start is hashed nevertheless, so that rows of a teacher that did not
+let it cross cannot be taken for these. The loss mask is left out because it does not change the teacher.
 """
 
 from __future__ import annotations

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from megatron_kd.cache.commits import read_commit
+from megatron_kd.cache.presence import require_shards
 from megatron_kd.cache.reader import CacheReader
-from megatron_kd.cache.store import Cache, committed_shards, missing_samples, open_cache
+from megatron_kd.cache.store import Cache, committed_of, missing_samples, open_cache
 from megatron_kd.errors import CacheError
 
 MASS_EDGES = (0.0, 0.5, 0.8, 0.9, 0.95, 0.99, 0.999, 1.0)
@@ -23,11 +24,13 @@ def inspect(path: Path | str | Cache, sample_rows: int = 16) -> dict[str, Any]:
     out everywhere and named in ``problems``; many more are found by ``verify``.
 
     Raises:
-        CacheError: where there is no cache, or it has commit records and none of them can be read.
+        CacheError: where there is no cache, or one of its folders is not there, or it has commit records and none of
+            them can be read.
     """
     cache = open_cache(path)
+    require_shards(cache)
     manifest = cache.manifest
-    committed = [shard for shard in committed_shards(cache) if shard < manifest.shards]
+    committed = committed_of(cache)
     problems: list[str] = []
     readable: list[int] = []
     tokens = 0
@@ -80,7 +83,7 @@ def spread_samples(path: Path | str | Cache, count: int) -> list[int]:
     Raises CacheError where there is no cache. Reads no shard and no record.
     """
     cache = open_cache(path)
-    return _spread(cache, [shard for shard in committed_shards(cache) if shard < cache.manifest.shards], count)
+    return _spread(cache, committed_of(cache), count)
 
 
 def _spread(cache: Cache, shards: list[int], count: int) -> list[int]:

@@ -17,6 +17,8 @@ def inspect_text(seen: Mapping[str, Any]) -> str:
     complete = "complete" if seen["complete"] else "incomplete"
     if seen["missing_samples"]:
         complete += f", samples {seen['missing_samples']} are missing"
+    if seen["problems"]:
+        complete = ("all is committed" if seen["complete"] else complete) + ", but there are problems, see below"
     temperatures = ", ".join(f"{temperature:g}" for temperature in seen["temperatures"])
     lines = [
         f"{printable(seen['path'])}: {complete}",

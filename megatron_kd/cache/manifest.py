@@ -98,6 +98,11 @@ class CacheManifest:
         return -(-self.rows // self.rows_per_shard)
 
     @property
+    def imported(self) -> bool:
+        """Whether another system's cache was its source: no capture can write a shard of it."""
+        return "matched_by" in self.teacher
+
+    @property
     def arrays(self) -> dict[str, ArraySpec]:
         """The arrays of every shard, by name."""
         return shard_arrays(self.top_k, self.value_dtype, self.temperatures[1:])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import threading
 import weakref
 from collections import OrderedDict
@@ -16,9 +18,12 @@ from megatron_kd.cache.identity import first_difference
 from megatron_kd.cache.manifest import CacheManifest
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row
-from megatron_kd.cache.shard_reader import ShardReader
-from megatron_kd.cache.store import CAPTURE_AGAIN, Cache, missing_samples, open_cache
-from megatron_kd.errors import CacheError
+from megatron_kd.cache.shard_reader import BOUNDS, ShardReader
+from megatron_kd.cache.storage import NOT_THERE, is_url
+from megatron_kd.cache.store import Cache, how_to_go_on, missing_samples, open_cache
+from megatron_kd.errors import CacheError, ForeignRowError, StoreUnreachableError
+
+_OPEN_SHARDS = 64
 
 _READERS: weakref.WeakSet[CacheReader] = weakref.WeakSet()
 
@@ -40,17 +45,23 @@ class CacheReader:
     kept.
     """
 
-    def __init__(self, path: Path | str | Cache, *, open_shards: int = 64) -> None:
-        """Raises CacheError where ``path`` holds no cache. Missing rows are reported when they are read."""
+    def __init__(self, path: Path | str | Cache, *, open_shards: int | None = None) -> None:
+        """Raises CacheError where ``path`` holds no cache. Missing rows are reported when they are read.
+
+        Args:
+            open_shards: by default 64, or fewer where their files would be more than a third of those that the process
+                may have open.
+        """
         self._cache = open_cache(path)
         self._coding = IdCoding(self._cache.rank_table)
-        self._open_shards = max(open_shards, 1)
+        self._asked = open_shards
+        self._open_shards = max(1, _affordable(self._cache) if open_shards is None else open_shards)
         self._shards: OrderedDict[int, ShardReader] = OrderedDict()
         self._lock = threading.Lock()
         _READERS.add(self)
 
     def __reduce__(self) -> tuple[Callable[..., CacheReader], tuple[Any, ...]]:
-        return _reopen, (self._cache.location, self._open_shards)
+        return _reopen, (self._cache.location, self._asked)
 
     @property
     def manifest(self) -> CacheManifest:
@@ -65,7 +76,7 @@ class CacheReader:
         """Raises CacheError naming the missing samples unless every shard is committed. Reads no shard."""
         missing = missing_samples(self._cache)
         if missing:
-            raise CacheError(f"{self._cache.location} lacks samples {missing}; {CAPTURE_AGAIN}")
+            raise CacheError(f"{self._cache.location} lacks samples {missing}; {how_to_go_on(self._cache)}")
 
     def read(
         self, sample_id: int, expected_hash: bytes | None = None, *, expected_tokens: np.ndarray | None = None
@@ -77,7 +88,8 @@ class CacheReader:
             expected_tokens: the tokens of that sample; with them a mismatch names the first differing position.
 
         Raises:
-            CacheError: for a sample that is missing, damaged, or of other tokens or documents than expected.
+            CacheError: for a sample that is missing or damaged; a ForeignRowError for one of other tokens or documents
+                than expected; a StoreUnreachableError where the disk or store refuses.
         """
         return self._read(sample_id, None, None, expected_hash, expected_tokens)
 
@@ -129,7 +141,11 @@ class CacheReader:
                 raise CacheError(f"it has positions 0 to {length - 1}, asked were [{start}, {stop})")
             return shard.row(row, start, stop)
         except (CacheError, OSError) as error:
-            raise CacheError(f"sample {sample_id} of {self._cache.location} cannot be used: {error}") from error
+            kind = type(error) if isinstance(error, CacheError) else CacheError
+            if isinstance(error, OSError) and not isinstance(error, NOT_THERE):
+                kind = StoreUnreachableError
+            hint = "; raise the limit of open files (ulimit -n)" if _too_many_open(error) else ""
+            raise kind(f"sample {sample_id} of {self._cache.location} cannot be used: {error}{hint}") from error
 
     def _compare(self, shard: ShardReader, row: int, expected_hash: bytes | None, tokens: np.ndarray | None) -> None:
         if tokens is not None:
@@ -137,13 +153,13 @@ class CacheReader:
             where = first_difference(cached, tokens)
             if where is not None:
                 there, asked = (int(t[where]) if where < len(t) else "no token" for t in (cached, tokens))
-                raise CacheError(
+                raise ForeignRowError(
                     f"the cache was made from other tokens: at position {where} it has {there}, the sample has {asked} "
                     f"(lengths {len(cached)} and {len(tokens)})"
                 )
         if expected_hash is not None and expected_hash != shard.hash(row):
             why = "documents start elsewhere" if tokens is not None else "its tokens or document starts differ"
-            raise CacheError(
+            raise ForeignRowError(
                 f"the cache was made from another sample, {why}: its row hash is {shard.hash(row).hex()}, "
                 f"the sample's is {expected_hash.hex()}"
             )
@@ -164,5 +180,21 @@ class CacheReader:
         return shard
 
 
-def _reopen(path: str, open_shards: int) -> CacheReader:
+def _too_many_open(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
+
+
+def _affordable(cache: Cache) -> int:
+    """How many shards may be open at a time so that two thirds of the process's files remain for others."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if is_url(cache.location) or limit == resource.RLIM_INFINITY:
+        return _OPEN_SHARDS
+    return min(_OPEN_SHARDS, limit // 3 // (len(cache.manifest.arrays) - len(BOUNDS)))
+
+
+def _reopen(path: str, open_shards: int | None) -> CacheReader:
     return CacheReader(path, open_shards=open_shards)

@@ -16,6 +16,9 @@ from megatron_kd.cache.store import Cache
 from megatron_kd.cache.values import delta_decode, from_patterns
 from megatron_kd.errors import CacheError
 
+BOUNDS = ("sample_offsets", "document_index", "document_starts")
+"""Arrays that are kept in memory; the files of all others stay open."""
+
 
 class ShardReader:
     """Holds the open arrays of a shard, and bounds and hashes of its rows. Thread- and fork-safe as ``ArrayReader``.
@@ -44,11 +47,10 @@ class ShardReader:
             [partial(ArrayReader, storage.below(name), sizes[name], spec) for name, spec in specs.items()]
         )
         self.arrays: dict[str, ArrayReader] = dict(zip(specs, opened, strict=True))
-        bounds = ("sample_offsets", "document_index", "document_starts")
         self._offsets, self._document_index, self._document_starts = storage.together(
-            [partial(self._read_whole, name) for name in bounds]
+            [partial(self._read_whole, name) for name in BOUNDS]
         )
-        for name in bounds:
+        for name in BOUNDS:
             self.arrays.pop(name).close()  # row bounds are small and stay in memory; their files need not stay open
         self._check_lengths()
 

@@ -7,6 +7,7 @@ retries, is a ``StoreUnreachableError``.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import shutil
@@ -14,17 +15,19 @@ import stat
 import uuid
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 from megatron_kd.files import create_only, fsync_directory
 
 NOT_THERE = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 """What a file is missing by. Any other OSError tells of the disk or the rights of the reader, not of the cache."""
+_OF_ONE_FILE = (errno.EACCES, errno.EPERM, errno.EIO, errno.ELOOP, errno.ENOENT)
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
+_NEARLY_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/(?!/)")
 
 
 @dataclass(frozen=True)
@@ -34,6 +37,19 @@ class StoredObject:
     name: str
     size: int
     modified: float
+
+
+def concerns_one_file(error: BaseException) -> bool:
+    """Whether what could not be read may be all that cannot: rights, a bad block, a link that leads nowhere.
+
+    A store that does not answer, or a process that may open no more files, will not do better with the next one.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return cause.errno in _OF_ONE_FILE
+        cause = cause.__cause__
+    return False
 
 
 class StoredFile(ABC):
@@ -162,10 +178,17 @@ def open_storage(location: Path | str | Storage) -> Storage:
     """The storage at a path or URL; nothing is looked at yet.
 
     Raises:
-        CacheError: for a URL, where the package for object stores is missing or the URL is of an unknown kind.
+        CacheError: for a URL, where the package for object stores is missing or the URL is of an unknown kind; and for
+            a path that was to be a URL.
     """
     if isinstance(location, Storage):
         return location
+    text = str(location)  # a Path has lost one of two slashes
+    if nearly := _NEARLY_URL.match(text):
+        raise CacheError(
+            f"{text} is no URL and hardly meant as a path: write {nearly[1]}://{text[nearly.end() :]} for an object "
+            f"store, {Path.cwd() / text} for a folder"
+        )
     if is_url(location):
         from megatron_kd.cache.storage_objects import ObjectStorage
 
@@ -190,7 +213,8 @@ class LocalStorage(Storage):
     def exists(self, name: str) -> bool:
         # Not Path.exists, which from Python 3.14 on takes every refusal for a no: a shard would be captured again.
         try:
-            os.stat(self.path / name)
+            with _links_followed(self.path / name):
+                os.stat(self.path / name)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
@@ -205,19 +229,22 @@ class LocalStorage(Storage):
         return _LocalFile(self.path / name, size)
 
     def names(self) -> list[str]:
-        return sorted(os.listdir(self.path))
+        with _links_followed(self.path):
+            return sorted(os.listdir(self.path))
 
     def files(self) -> list[StoredObject]:
-        found, folders = [], [""]
+        found, folders = [], [("", True)]
         while folders:
-            folder = folders.pop()
-            with os.scandir(self.path / folder) as entries:
+            folder, descend = folders.pop()
+            with _links_followed(self.path / folder), os.scandir(self.path / folder) as entries:
                 for entry in entries:
                     if not entry.is_dir():
-                        status = entry.stat()
+                        with _links_followed(self.path / folder / entry.name):
+                            status = entry.stat()
                         found.append(StoredObject(f"{folder}{entry.name}", status.st_size, status.st_mtime))
-                    elif not entry.is_symlink():
-                        folders.append(f"{folder}{entry.name}/")
+                    elif descend:
+                        # Of a linked folder the files and no more: a link may lead round in a circle, or to the root.
+                        folders.append((f"{folder}{entry.name}/", not entry.is_symlink()))
         return sorted(found, key=lambda file: file.name)
 
     def total_bytes(self, name: str) -> int:
@@ -332,9 +359,25 @@ def check_size(where: str, size: int, recorded: int | None) -> None:
         raise CacheError(f"{where} has {size} bytes, its commit record says {recorded}")
 
 
+@contextmanager
+def _links_followed(path: Path) -> Iterator[None]:
+    """What is missing because a link on the way leads nowhere is out of reach: its disk may not be mounted."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        for part in (path, *path.parents):
+            if part.is_symlink() and not os.path.exists(part):
+                raise StoreUnreachableError(
+                    f"{path} cannot be read: {part} is a link to {os.readlink(part)}, which is not there: is its disk "
+                    "mounted? If what it held is lost, remove the link"
+                ) from error
+        raise
+
+
 def _open(path: Path) -> tuple[int, int]:
     """A descriptor and the size of a regular file; a pipe or a device could block, or never end."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    with _links_followed(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         os.close(descriptor)

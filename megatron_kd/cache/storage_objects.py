@@ -24,6 +24,7 @@ from megatron_kd.errors import CacheError, StoreUnreachableError
 _PARALLEL = 16
 _COALESCE = 256 * 1024  # bytes of a gap that are sooner read than skipped: a round trip is worth more
 _NO_SUCH_RANGE = "416 Range Not Satisfiable"  # the server's answer where the object ends before; no error class has it
+_NO_SUCH_BUCKET = ("<Code>NoSuchBucket<", "<Code>ContainerNotFound<")  # likewise; of Google's store as of S3
 
 _lock = threading.Lock()
 _used_by: int | None = None  # the process in which the library runs
@@ -97,12 +98,16 @@ class ObjectStorage(Storage):
         where = self.where(name)
         try:
             yield
-        except FileNotFoundError as error:
+        except (FileNotFoundError, library.exceptions.GenericError) as error:
+            if any(code in str(error) for code in _NO_SUCH_BUCKET):
+                raise StoreUnreachableError(
+                    f"{where} is in no such bucket: create the bucket or correct the URL"
+                ) from error
+            if not isinstance(error, FileNotFoundError):
+                raise StoreUnreachableError(f"{where} cannot be reached: {_first_line(error)}") from error
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), where) from error
         except (library.exceptions.PermissionDeniedError, library.exceptions.UnauthenticatedError) as error:
             raise PermissionError(errno.EACCES, _first_line(error), where) from error
-        except library.exceptions.GenericError as error:
-            raise StoreUnreachableError(f"{where} cannot be reached: {_first_line(error)}") from error
         except library.exceptions.BaseError as error:
             raise OSError(errno.EIO, _first_line(error), where) from error
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import errno
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,10 +20,9 @@ import numpy as np
 
 from megatron_kd.cache.manifest import CacheManifest, first_differing_field
 from megatron_kd.cache.rank_table import check_rank_table, rank_table_hash
-from megatron_kd.cache.storage import Storage, open_storage
+from megatron_kd.cache.storage import LocalStorage, Storage, open_storage
 from megatron_kd.errors import CacheError
 
-CAPTURE_AGAIN = "run `megatron-kd capture` again, it resumes with what is missing"
 _RANK_TABLE = re.compile(r"rank_table-[0-9a-f]{32}\.u32")
 _COMMIT_NAME = re.compile(r"([0-9]{6,9})\.json")
 MANIFEST_NAME = "cache.json"
@@ -45,11 +44,34 @@ class Cache:
 
     def commit_name(self, shard_index: int) -> str:
         """The commit record of a shard, relative to the cache."""
-        return f"commits/{shard_index:06d}.json"
+        return f"commits/{_commit_file(shard_index)}"
 
     def shard_storage(self, attempt: str) -> Storage:
         """The files of an attempt."""
         return self.storage.below(f"shards/{attempt}")
+
+
+def require_folder(storage: Storage) -> None:
+    """Raises CacheError where a file stands in the place of a cache's folder, or of one above it."""
+    if isinstance(storage, LocalStorage):
+        for part in (storage.path, *storage.path.parents):
+            if part.is_file():
+                raise CacheError(f"{part} is a file, a cache is a folder: name another path")
+
+
+def how_to_go_on(cache: Cache) -> str:
+    """What a user does about shards that are missing."""
+    command = "megatron-kd cache import" if cache.manifest.imported else "megatron-kd capture"
+    return f"run `{command}` again, it resumes with what is missing"
+
+
+def how_to_mend(cache: Cache) -> str:
+    """What a user does about shards that are damaged. Of no use where a disk or a store did not answer."""
+    if cache.manifest.imported:
+        mends = "remove the commit records of damaged shards and run `megatron-kd cache import` again"
+    else:
+        mends = "`megatron-kd capture --repair` captures it again"
+    return f"`megatron-kd cache verify {cache.location}` lists all damage, {mends}"
 
 
 @contextmanager
@@ -63,6 +85,7 @@ def reported(path: Path | str, doing: str) -> Iterator[None]:
             errno.EDQUOT: "the quota is used up: free space",
             errno.EFBIG: "the file would be too large: raise the limit (ulimit -f) or lower rows_per_shard",
             errno.EROFS: "the file system is read-only: choose another path",
+            errno.EMFILE: "raise the limit of open files (ulimit -n)",
             errno.EACCES: "no permission: choose another path or change its mode",
         }.get(error.errno or 0, "see the system's message")
         raise CacheError(
@@ -110,7 +133,7 @@ def open_same_cache(path: Path | str, manifest: CacheManifest) -> Cache:
     if difference:
         name, found, needed = difference
         raise CacheError(
-            f"{path} holds another cache: its {name} is {found!r}, this run needs {needed!r}. "
+            f"{path} holds another cache: {name} there: {found!r}, needed by this run: {needed!r}. "
             "Choose another path, or remove that cache if nothing needs it."
         )
     return cache
@@ -129,6 +152,7 @@ def open_cache(path: Path | str | Cache) -> Cache:
     storage = open_storage(path)
     where = storage.where(MANIFEST_NAME)
     try:
+        require_folder(storage)
         manifest = CacheManifest.from_json(storage.read(MANIFEST_NAME, MAX_MANIFEST_BYTES), where)
     except FileNotFoundError as error:
         raise CacheError(
@@ -164,13 +188,58 @@ def is_rank_table(name: str) -> bool:
 
 
 def committed_shards(path: Path | str | Cache) -> list[int]:
-    """The shards that are done, ascending. Lists a directory, reads no shard."""
+    """The shards that are done, ascending. Lists a directory, reads no shard.
+
+    Raises:
+        CacheError: where ``commits/`` cannot be read, or is missing although there are attempts: shards whose records
+            are lost. Without either folder nothing was committed: a copy may leave out empty folders.
+    """
     cache = open_cache(path)
     try:
         names = cache.storage.below("commits").names()
+    except FileNotFoundError as error:
+        attempts = _attempts(cache)
+        if not attempts:
+            return []
+        raise CacheError(
+            f"{cache.storage.where('commits')} is missing although shards/ holds {attempts} attempts at shards, which "
+            "are worth nothing without their commit records: bring it back (is its disk mounted, was it copied?), or "
+            "remove shards/ too to begin anew"
+        ) from error
     except OSError as error:
         raise CacheError(f"{cache.storage.where('commits')} cannot be read: {error.strerror}") from error
-    return sorted({int(match[1]) for match in map(_COMMIT_NAME.fullmatch, names) if match})
+    shards = {name: int(match[1]) for name in names if (match := _COMMIT_NAME.fullmatch(name))}
+    return sorted(shard for name, shard in shards.items() if name == _commit_file(shard))
+
+
+def stray_records(cache: Cache) -> list[str]:
+    """Records of shards that this cache cannot have, by names relative to it: another cache was mixed into it."""
+    try:
+        names = cache.storage.below("commits").names()
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CacheError(f"{cache.storage.where('commits')} cannot be read: {error.strerror}") from error
+    own = {_commit_file(shard) for shard in committed_of(cache)}
+    return [f"commits/{name}" for name in names if _COMMIT_NAME.fullmatch(name) and name not in own]
+
+
+def _commit_file(shard_index: int) -> str:
+    return f"{shard_index:06d}.json"
+
+
+def _attempts(cache: Cache) -> int:
+    try:
+        return sum(not name.startswith(".") for name in cache.storage.below("shards").names())
+    except FileNotFoundError:
+        return 0
+    except OSError as error:
+        raise CacheError(f"{cache.storage.where('shards')} cannot be read: {error.strerror}") from error
+
+
+def committed_of(cache: Cache) -> list[int]:
+    """The committed shards that the cache can have, ascending; records of others are strays."""
+    return [shard for shard in committed_shards(cache) if shard < cache.manifest.shards]
 
 
 def missing_shards(path: Path | str | Cache) -> list[int]:
@@ -195,6 +264,11 @@ def ranges(numbers: Iterable[int], most: int = 8) -> str:
     return _in_words(((number, number) for number in numbers), most)
 
 
+def shards_in_words(shards: Collection[int]) -> str:
+    """Ascending shards with their verb: ``shard 7 is``, ``shards 1, 4–6 are``."""
+    return f"shards {ranges(shards)} are" if len(shards) > 1 else f"shard {ranges(shards)} is"
+
+
 def _in_words(spans: Iterable[tuple[int, int]], most: int = 8) -> str:
     """Ascending spans, last number included; neighbours become one."""
     found: list[list[int]] = []
@@ -208,7 +282,8 @@ def _in_words(spans: Iterable[tuple[int, int]], most: int = 8) -> str:
 
 
 def cache_exists(path: Path | str) -> bool:
-    """Whether a cache stands there, sound or not; what else stands at ``path`` is not looked at."""
+    """Whether a cache stands there, sound or not. Raises CacheError where no folder can be."""
     storage = open_storage(path)
+    require_folder(storage)
     with reported(storage.location, "looking for the cache"):
         return storage.exists(MANIFEST_NAME)

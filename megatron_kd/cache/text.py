@@ -11,6 +11,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() and c != "\\" else c.encode("unicode_escape").decode() for c in text)
 
 
+def counted(number: int, thing: str) -> str:
+    """A number of things: ``1 leftover``, ``2 leftovers``."""
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
+
+
 def size_text(size: float) -> str:
     """Bytes in the unit that suits them: 1536 → 1.5 KiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):

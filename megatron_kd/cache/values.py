@@ -14,6 +14,10 @@ _PATTERN: dict[str, np.dtype] = {"float16": np.dtype("<u2"), "bfloat16": np.dtyp
 VALUE_DTYPES = tuple(_PATTERN)
 # Half a unit in the last place, relative to the value: 2^−(mantissa bits + 1).
 ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
+# Half the smallest number, for values so near 0 that they have fewer digits.
+SUBNORMAL_ROUNDING = {"float16": 2.0**-25, "bfloat16": 2.0**-134, "float32": 2.0**-150}
+# What is below it becomes −inf.
+LOWEST = {"float16": -65504.0, "bfloat16": -3.3895313892515355e38, "float32": -3.4028234663852886e38}
 
 
 def pattern_dtype(value_dtype: str) -> np.dtype:

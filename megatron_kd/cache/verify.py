@@ -18,12 +18,22 @@ from typing import Any
 
 from megatron_kd.cache.checks import LEVELS, Check, Found, Level, ShardChecker
 from megatron_kd.cache.commits import read_commit
+from megatron_kd.cache.presence import require_shards
 from megatron_kd.cache.rank_table import check_rank_table
-from megatron_kd.cache.store import Cache, committed_shards, open_cache, ranges, samples_of
-from megatron_kd.cache.text import printable, size_text
+from megatron_kd.cache.store import (
+    Cache,
+    committed_shards,
+    open_cache,
+    ranges,
+    samples_of,
+    shards_in_words,
+    stray_records,
+)
+from megatron_kd.cache.text import counted, printable, size_text
 from megatron_kd.cache.workers import run_tasks, usable_cores
 from megatron_kd.cache.writer import orphans
 from megatron_kd.daemons import DaemonThreads
+from megatron_kd.errors import StoreUnreachableError
 from megatron_kd.progress import Advance, progress
 
 __all__ = ["LEVELS", "Level", "VerifyReport", "verify"]
@@ -45,6 +55,8 @@ class VerifyReport:
         problems: one line each: what is wrong and where; holes included. In the order of the shards.
         damaged_shards: committed shards with a problem, ascending; to be captured anew.
         damaged_attempts: of each of them the attempt that was looked at; empty where the record itself is damaged.
+        unreadable_shards: committed shards of which something could not be read, ascending: nobody knows whether they
+            are damaged as well, and a repair must leave them alone.
         missing_samples: those of the shards that were never committed, in words; empty for none. A capture that still
             runs, or was stopped, has some and no damage.
         shards_expected, shards_committed, rows_expected, rows_committed, tokens: counts, of the shards asked for.
@@ -58,6 +70,7 @@ class VerifyReport:
     problems: list[str] = field(default_factory=list)
     damaged_shards: list[int] = field(default_factory=list)
     damaged_attempts: list[str] = field(default_factory=list)
+    unreadable_shards: list[int] = field(default_factory=list)
     missing_samples: str = ""
     shards_expected: int = 0
     shards_committed: int = 0
@@ -81,13 +94,15 @@ class VerifyReport:
         """What was found in one line, then the problems, a line each."""
         verdicts = []
         if self.damaged_shards:
-            verdicts.append(f"shards {ranges(self.damaged_shards)} are damaged")
+            verdicts.append(f"{shards_in_words(self.damaged_shards)} damaged")
+        if self.unreadable_shards:
+            verdicts.append(f"{shards_in_words(self.unreadable_shards)} not readable")
         if self.missing_samples:
             verdicts.append(f"incomplete, samples {self.missing_samples} are missing")
         if self.problems and not verdicts:
-            verdicts.append("there are records of other shards than its own")
+            verdicts.append("there are other problems")
         checked = f"{self.rows_committed:,} rows of {self.tokens:,} tokens, {size_text(self.bytes)}"
-        left = f"; {len(self.orphans)} leftovers, see `megatron-kd cache clean`" if self.orphans else ""
+        left = f"; {counted(len(self.orphans), 'leftover')}, see `megatron-kd cache clean`" if self.orphans else ""
         head = f"{'; '.join(verdicts) or 'no problem found'} at level {self.level} ({checked}{left})"
         return "\n".join([head, *map(printable, self.problems)])
 
@@ -105,14 +120,16 @@ def verify(
     The report is the same for any number of workers.
 
     Args:
-        shards: those to check; of others nothing is read but the names of their records. None for all.
+        shards: those to check; of others nothing is read but the names of their records, and one record where the
+            files of all of these are gone. None for all.
         workers: processes that share the work; 1 does all of it in this one, None takes as many as there are usable
             cores and as the cache is worth (none for an inventory, whose threads wait for files). More than one is for
             programs whose main module can be imported, as for ``multiprocessing``.
 
     Raises:
-        CacheError: where there is no cache, or its manifest or rank table is damaged: nothing can be judged then; and
-            where a worker dies. An object store that does not answer is a StoreUnreachableError and no damage.
+        CacheError: where there is no cache, or its manifest or rank table is damaged, or one of its folders is not
+            there (``require_shards``): nothing can be judged then; and where a worker dies. An object store that does
+            not answer is a StoreUnreachableError and no damage; so are files of which the system refuses every one.
         ValueError: for an unknown level or no worker, or a shard that the cache cannot have.
     """
     if level not in LEVELS:
@@ -127,11 +144,15 @@ def verify(
         raise ValueError(f"shards must lie in [0, {manifest.shards}), not {ranges(wanted)}")
     sizes = {shard: len(manifest.shard_samples(shard)) for shard in wanted}
     report = VerifyReport(level, shards_expected=len(sizes), rows_expected=sum(sizes.values()))
+    require_shards(cache, sizes)
     committed = committed_shards(cache)
     _report_holes(cache, wanted, committed, report)
-    if shards is None and committed and committed[-1] >= manifest.shards:
-        beyond = ranges(shard for shard in committed if shard >= manifest.shards)
-        report.problems.append(f"commit records of shards {beyond}, but the cache has {manifest.shards} shards")
+    if shards is None:
+        report.problems += [
+            f"{cache.storage.where(name)} is no record of this cache, which has shards 0 to {manifest.shards - 1}: "
+            "remove it, or let `megatron-kd cache clean` do so"
+            for name in stray_records(cache)
+        ]
     checked = {shard: _Shard(sizes[shard]) for shard in committed if shard in sizes}
     rows = sum(shard.rows for shard in checked.values())
     if workers is None:
@@ -147,8 +168,10 @@ def verify(
                 workers,
             )
     _add_up(checked, report)
+    if checked and len(report.unreadable_shards) == len(checked):
+        raise StoreUnreachableError(next(iter(checked.values())).all_problems()[0])
     if shards is None:
-        left = Found(report.problems)  # a record that cannot be read is no new problem
+        left = Found(report.problems, report.problems)  # a record that cannot be read is no new problem
         report.orphans = left.collect(orphans, cache) or []
     return report
 
@@ -170,7 +193,8 @@ def _report_holes(cache: Cache, wanted: Iterable[int], committed: list[int], rep
     if missing:
         samples = samples_of(cache, missing)
         report.missing_samples = samples
-        report.problems.append(f"samples {samples} are missing: shards {ranges(missing)} were never committed")
+        what = f"shards {ranges(missing)} were" if len(missing) > 1 else f"shard {missing[0]} was"
+        report.problems.append(f"samples {samples} are missing: {what} never committed")
 
 
 def _worthwhile(cache: Cache, shards: list[int], level: Level) -> int:
@@ -187,9 +211,14 @@ class _Shard:
         self.rows = rows
         self.problems: dict[tuple[int, str, int], list[str]] = {}
         self.whole = Found()
+        self.damaged = self.unreadable = False
         self._waiting = 1
         self._shown = 0
         self._weight = self._total = 0.0
+
+    def all_problems(self) -> list[str]:
+        """Those of the whole shard, then of files by name, then of rows."""
+        return [problem for order in sorted(self.problems) for problem in self.problems[order]]
 
     def take(self, check: Check, found: Found, advance: Advance) -> Iterable[Check]:
         """Notes what a check found; returns those that follow."""
@@ -201,9 +230,10 @@ class _Shard:
             found.files = []  # of all shards they would be many; rows are kept until the files are done
         else:
             self._weight += check.weight
-        if found.problems:
-            # Reports are sorted by it: the whole shard, then files by name, then rows.
-            self.problems[_order(check)] = found.problems
+        if found.problems or found.unreadable:
+            self.problems[_order(check)] = [*found.problems, *found.unreadable]
+        self.damaged |= bool(found.problems)
+        self.unreadable |= bool(found.unreadable)
         if not self._waiting and not following:
             following, self.whole.rows = ([] if self.problems else self.whole.rows), []
         self._waiting += len(following)
@@ -222,7 +252,6 @@ def _order(check: Check) -> tuple[int, str, int]:
 
 def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
     for index, shard in shards.items():
-        problems = [problem for order in sorted(shard.problems) for problem in shard.problems[order]]
         whole = shard.whole
         if whole.attempt:
             report.shards_committed += 1
@@ -230,7 +259,9 @@ def _add_up(shards: dict[int, _Shard], report: VerifyReport) -> None:
             report.tokens += whole.tokens
             report.bytes += whole.bytes
             report.record_bytes += whole.record_bytes
-        if problems:
-            report.problems += problems
+        report.problems += shard.all_problems()
+        if shard.unreadable:
+            report.unreadable_shards.append(index)
+        elif shard.damaged:
             report.damaged_shards.append(index)
             report.damaged_attempts.append(whole.attempt)

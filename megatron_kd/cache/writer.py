@@ -20,11 +20,20 @@ import numpy as np
 from megatron_kd.cache.array_writer import ArrayWriter, write_object
 from megatron_kd.cache.commits import CommitRecord, attempt_shard, read_commit, read_commits
 from megatron_kd.cache.mass import check_mass
+from megatron_kd.cache.presence import require_shards
 from megatron_kd.cache.rank_table import IdCoding
 from megatron_kd.cache.row import Row, check_row, content_hash
 from megatron_kd.cache.schema import temperature_name
 from megatron_kd.cache.storage import Storage
-from megatron_kd.cache.store import Cache, committed_shards, is_rank_table, open_cache, rank_table_name, reported
+from megatron_kd.cache.store import (
+    Cache,
+    committed_of,
+    is_rank_table,
+    open_cache,
+    rank_table_name,
+    reported,
+    stray_records,
+)
 from megatron_kd.cache.values import delta_encode, to_patterns
 from megatron_kd.errors import CacheError
 
@@ -197,23 +206,37 @@ class _ShardFiller:
 def orphans(path: Path | str | Cache) -> list[str]:
     """Attempts that no commit record names, temporary files, unused rank tables: of crashed, beaten, running writers.
 
+    Also the records of shards that the cache cannot have.
+
     Returns:
         Names relative to the cache.
+
+    Raises:
+        CacheError: a commit record is damaged, or one of the cache's folders is not there (``require_shards``).
     """
     cache = open_cache(path)
+    require_shards(cache)
     storage = cache.storage
     # Attempts first: one that is committed after this listing is then found in the records, not taken for garbage.
-    attempts = storage.below("shards").names()
-    used = {record.attempt for record in read_commits(cache, committed_shards(cache))}
+    attempts = _names(storage, "shards")
+    used = {record.attempt for record in read_commits(cache, committed_of(cache))}
     temporary = [
         name
         for folder in ("", "commits/")
-        for name in (f"{folder}{file}" for file in storage.below(folder.rstrip("/")).names())
+        for name in (f"{folder}{file}" for file in _names(storage, folder.rstrip("/")))
         if name.rpartition("/")[2].startswith(".") and name.endswith(".tmp")
     ]
     # Of several first writers one publishes cache.json: the tables of the others are never used.
     tables = [name for name in storage.names() if is_rank_table(name) and name != rank_table_name(cache.manifest)]
-    return [*(f"shards/{attempt}" for attempt in attempts if attempt not in used), *temporary, *tables]
+    unused = (f"shards/{attempt}" for attempt in attempts if attempt not in used)
+    return [*unused, *stray_records(cache), *temporary, *tables]
+
+
+def _names(storage: Storage, folder: str) -> list[str]:
+    try:
+        return storage.below(folder).names()
+    except FileNotFoundError:
+        return []  # a cache in which nothing was committed may lack them
 
 
 def remove_orphans(path: Path | str | Cache, idle_s: float = 86400.0) -> list[str]:

@@ -63,7 +63,7 @@ def cache_verify(
 
     Exits with status 1 where anything is wrong. Each level includes the ones before it: inventory (files and sizes),
     structure (metadata and indices), crc (checksums), deep (every row decoded). While a capture is still running,
-    samples are missing and nothing is damaged.
+    samples are missing and nothing is damaged. Where nothing of it can be read the status is 2.
     """
     from typing import get_args
 
@@ -89,7 +89,8 @@ def cache_clean(
 ) -> None:
     """Remove what crashed captures left.
 
-    Committed shards are never touched: only attempts that no record names, temporary files and unused rank tables.
+    Committed shards are never touched: only attempts that no record names, temporary files, unused rank tables and
+    records of shards that the cache does not have.
     """
     from megatron_kd.cache.clean import clean
 
@@ -162,7 +163,7 @@ def cache_fidelity(
     from megatron_kd.config import load_recipe
     from megatron_kd.errors import ConfigError
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], trains=False)
     refuse_wrong_world(loaded)
     if figure is not None and not figure.parent.is_dir():
         raise ConfigError(f"--figure {figure}: there is no folder {figure.parent}")

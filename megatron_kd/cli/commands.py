@@ -195,7 +195,7 @@ def capture(
     from megatron_kd.teacher.part import WHOLE, Part
 
     share = WHOLE if part is None else Part.parse(part)
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], trains=False)
     refuse_wrong_world(loaded)
     quiet_libraries()
     from megatron_kd.teacher.capture import capture as run

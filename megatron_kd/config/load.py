@@ -22,7 +22,7 @@ TEACHER_MODEL: Key = ("teacher", "model")
 STUDENT_MODEL: Key = ("student", "model")
 
 
-def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, trains: bool = True) -> Recipe:
     """Loads a recipe: the files it extends, its own keys, then the overrides; later ones win.
 
     Mappings merge key by key, lists are replaced, ``null`` resets a key to its default.
@@ -30,6 +30,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Args:
         path: the recipe's file.
         overrides: ``dotted.key=value``, the value in YAML.
+        trains: whether it is for training steps; a capture may have a layout whose ranks do not divide the batch.
 
     Raises:
         ConfigError: one line with everything that is wrong, each with its key and the file or override it came from.
@@ -39,7 +40,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for override in overrides:
         _apply(tree, override, path.parent)
     try:
-        return Recipe.model_validate(without_resets(tree.values))
+        return Recipe.model_validate(without_resets(tree.values), context={"trains": trains})
     except ValidationError as error:
         raise ConfigError(explain(error, Recipe, lambda key: tree.source(key, str(path)), str(path))) from None
 

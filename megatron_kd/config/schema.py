@@ -83,8 +83,10 @@ class Recipe(Section):
         return student.resolved(info.data["teacher"].model)
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self, info: ValidationInfo) -> Self:
         problems = list(self._problems())
+        if (info.context or {}).get("trains", True):
+            problems += self.training.problems(self.cluster, self.parallelism)
         if problems:
             raise ValueError("; ".join(problems))
         return self
@@ -101,5 +103,4 @@ class Recipe(Section):
         # An offline run never loads the teacher, but its capture does, with the same layout.
         yield from self.parallelism.problems(self.cluster, self.data.seq_length, models)
         yield from self.loss.problems(self.teacher)
-        yield from self.training.problems(self.cluster, self.parallelism)
         yield from self.optimizer.problems(self.training)

@@ -19,19 +19,17 @@ from numpy.typing import NDArray
 from megatron_kd.cache.mass import at_temperature
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.row import Row
-from megatron_kd.cache.store import open_cache
+from megatron_kd.cache.store import how_to_mend, open_cache
 from megatron_kd.cache.verify import verify
 from megatron_kd.config import ModelConfig
 from megatron_kd.data.context_slice import WHOLE, ContextSlice
 from megatron_kd.data.row_join import first_foreign, rows_by_hash, rows_by_hash_together
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.device import host_buffer
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, ForeignRowError, StoreUnreachableError
 from megatron_kd.targets import TopKTargets
 
 logger = logging.getLogger(__name__)
-
-_REPAIR = "`megatron-kd cache verify {0}` lists all damage, `megatron-kd capture --repair` captures it again"
 
 
 class CachedTargets:
@@ -134,9 +132,12 @@ class CachedTargets:
     def _check_files(self, shards: Sequence[int]) -> None:
         # Names and sizes only, which takes no reading: a truncated file must not end a run after days.
         path = self._cache.location
-        damaged = verify(self._cache, "inventory", shards=shards).problems
+        report = verify(self._cache, "inventory", shards=shards)
+        damaged = report.problems
+        if report.unreadable_shards:
+            raise StoreUnreachableError(f"{path} cannot be used: {damaged[0]}{_more(damaged)}")
         if damaged:
-            raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {_REPAIR.format(path)}")
+            raise CacheError(f"{path} is damaged: {damaged[0]}{_more(damaged)}; {how_to_mend(self._cache)}")
 
     def _check_tokenizer(self) -> None:
         ours, theirs = self._samples.tokenizer_identity, self._cache.manifest.tokenizer
@@ -203,10 +204,14 @@ class CachedTargets:
         try:
             return self._reader.read_slice(row, run.start, run.stop, expected)
         except CacheError as error:
-            why = str(self._in_detail(row, run, sample) or error)
+            found = error if isinstance(error, StoreUnreachableError) else self._in_detail(row, run, sample) or error
+            why = str(found)
             if row != sample:
                 why = f"the targets of sample {sample} of {self._samples.path} cannot be read: {why}"
-            raise CacheError(f"{why}; {_REPAIR.format(self._cache.location)}") from error
+            # Neither a disk that refuses nor a row of another sample is mended by writing it again.
+            if not isinstance(found, StoreUnreachableError | ForeignRowError):
+                why += f"; {how_to_mend(self._cache)}"
+            raise type(found)(why) from error
 
     def _in_detail(self, row: int, run: range, sample: int) -> CacheError | None:
         """Why a row was refused, once more: given the sample's tokens, the reader names the first that differs."""

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_kd.cache.store import Cache, committed_shards, missing_shards, ranges, samples_of
+from megatron_kd.cache.store import Cache, cache_exists, committed_shards, missing_shards, ranges, samples_of
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import RowBatch, SampleSet, open_samples
 from megatron_kd.device import KeptFaults, StopOnSignal, fail_together, first_rank_tells, sum_over_ranks
@@ -85,6 +85,10 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
     if recipe.teacher.cache is None:
         raise ConfigError("teacher.cache is not set: name the folder the captured targets go to")
     groups = join_ranks(recipe)
+    with fail_together("looking at teacher.cache"):
+        cache_exists(
+            recipe.teacher.cache
+        )  # of no use to find out after the teacher was loaded that no cache can be there
     with fail_together("opening the samples"):
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)

@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_kd.cache.commits import discard_shard, read_commits
 from megatron_kd.cache.manifest import CacheManifest
+from megatron_kd.cache.presence import make_folders, require_shards
 from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
 from megatron_kd.cache.store import (
     Cache,
@@ -16,15 +17,15 @@ from megatron_kd.cache.store import (
     committed_shards,
     create_cache,
     open_same_cache,
-    ranges,
     samples_of,
+    shards_in_words,
 )
 from megatron_kd.cache.verify import Level, verify
 from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.data.tokenizer import load_tokenizer
 from megatron_kd.device import fail_together, first_rank_tells
-from megatron_kd.errors import CacheError, DataError
+from megatron_kd.errors import CacheError, DataError, StoreUnreachableError
 from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.hf_source import resolve_source
 from megatron_kd.models.parallel import ParallelGroups
@@ -131,7 +132,9 @@ def open_or_create_cache(recipe: Recipe, samples: SampleSet, teacher: TeacherEng
 
         first_rank_tells(f"creating the cache {path}", create)
     with fail_together(f"opening the cache {path}"):
-        return open_same_cache(path, manifest)
+        cache = open_same_cache(path, manifest)
+    first_rank_tells(f"looking into the cache {path}", lambda: make_folders(cache))
+    return cache
 
 
 @dataclass(frozen=True)
@@ -183,11 +186,17 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
             return Committed()
         level: Level = "crc" if repair else "inventory"
         report = verify(cache, level, shards=done, workers=None, show_progress=show_progress)
+        if report.unreadable_shards:
+            raise StoreUnreachableError(
+                f"{cache.location}: {shards_in_words(report.unreadable_shards)} not readable, which is no damage: "
+                f"{report.problems[0]}; nothing was removed"
+            )
         damaged = report.damaged_shards
         if not damaged:
             return Committed(frozenset(done), report.bytes + report.record_bytes, report.tokens)
         if not repair:
             raise CacheError(_damage(cache, damaged))
+        require_shards(cache)  # a disk may go while its checksums are read
         # Another job may have repaired a shard meanwhile: what it committed is not what was found damaged.
         for shard, attempt in zip(damaged, report.damaged_attempts, strict=True):
             discard_shard(cache, shard, attempt)
@@ -197,10 +206,9 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
 
 
 def _damage(cache: Cache, damaged: list[int]) -> str:
-    samples = samples_of(cache, damaged)
-    what = f"shards {ranges(damaged)}" if len(damaged) > 1 else f"shard {damaged[0]}"
+    what, _, verb = shards_in_words(damaged).rpartition(" ")
     return (
-        f"{cache.location}: {what} (samples {samples}) {'are' if len(damaged) > 1 else 'is'} damaged; `megatron-kd "
+        f"{cache.location}: {what} (samples {samples_of(cache, damaged)}) {verb} damaged; `megatron-kd "
         f"cache verify {cache.location}` says how. Run the capture again with --repair, which captures damaged shards "
         "anew"
     )

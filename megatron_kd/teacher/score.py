@@ -11,7 +11,7 @@ import torch
 from megatron_kd.cache.row import Row
 from megatron_kd.data.samples import RowBatch, SampleSet
 from megatron_kd.device import KeptFaults, current_device, lost_ranks_reported
-from megatron_kd.errors import ConfigError
+from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.engine import TeacherEngine
 from megatron_kd.teacher.rows import joined, padded
@@ -91,12 +91,21 @@ def rows_of(ids: Sequence[int], batch: RowBatch, extracted: ExtractedTopK, dtype
         ids: of the samples in ``batch``, which are b rows of s tokens.
         extracted: the teacher's answer, [s·b] sequence first.
         dtype: of the log-probabilities, float16 or float32.
+
+    Raises:
+        CheckpointError: the teacher's answer is NaN.
     """
     b, s = batch.tokens.shape
     k = extracted.targets.top_k
     token_ids = extracted.targets.ids.view(s, b, k).cpu().numpy()
     logprobs = extracted.targets.logprobs.view(s, b, k).cpu().numpy()
     tails = extracted.targets.tail_logmass.view(s, b).cpu().numpy()
+    if np.isnan(tails).any():  # one logit that is NaN makes all of its position so
+        position, row = (int(where[0]) for where in np.nonzero(np.isnan(tails)))
+        raise CheckpointError(
+            f"the teacher returned NaN for sample {ids[row]} at position {position}: its weights are damaged, or its "
+            "numbers overflow in this precision"
+        )
     extras = [[part.view(s, b).cpu().numpy() for part in pair] for pair in extracted.log_normalizers.values()]
     return [
         Row(

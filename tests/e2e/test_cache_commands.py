@@ -92,7 +92,7 @@ def test_verify_tells_holes_from_damage(cache: Path) -> None:
     assert reports[0] == reports[1]
     assert (reports[0]["damaged_shards"], reports[0]["missing_samples"]) == ([1], "48–59")
     text = warm("cache", "verify", cache).stdout
-    assert f"{cache}: shards 1 are damaged; incomplete, samples 48–59 are missing at level crc" in text
+    assert f"{cache}: shard 1 is damaged; incomplete, samples 48–59 are missing at level crc" in text
     assert str(file) in text
     assert warm("cache", "verify", cache, "--workers", "0").returncode == 2
     one_error_line(warm("cache", "verify", cache, "--level", "all"), "--level is 'all'")
@@ -107,9 +107,9 @@ def test_clean_removes_what_crashed_captures_left(cache: Path) -> None:
     text = succeed(warm("cache", "clean", cache, "--idle-hours", "0", "--dry-run")).stdout
     assert "would remove shards/000001-crashed: 2 KiB" in text and left.exists()
     verified = warm("cache", "verify", cache)
-    assert verified.returncode == 0 and "1 leftovers, see `megatron-kd cache clean`" in verified.stdout
+    assert verified.returncode == 0 and "1 leftover, see `megatron-kd cache clean`" in verified.stdout
     text = succeed(warm("cache", "clean", cache, "--idle-hours", "0")).stdout
-    assert "removed 1 leftovers of 2 KiB" in text and not left.exists()
+    assert "removed 1 leftover of 2 KiB" in text and not left.exists()
     assert succeed(warm("cache", "verify", cache, "--level", "deep"))
     assert warm("cache", "clean", cache, "--idle-hours", "-1").returncode == 2
     one_error_line(warm("cache", "clean", cache / "shards"), "is not a cache")

@@ -62,7 +62,9 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
     return np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True)))
 
 
-def make_cache(folder: Path, samples: SampleSet, teacher: ModelConfig, **changes: Any) -> None:
+def make_cache(
+    folder: Path, samples: SampleSet, teacher: ModelConfig, *, imported: bool = False, **changes: Any
+) -> None:
     """A cache of float32 values in shards of two rows; ``changes`` are of its manifest."""
     table = build_rank_table(samples.token_counts())
     manifest = CacheManifest(
@@ -77,6 +79,7 @@ def make_cache(folder: Path, samples: SampleSet, teacher: ModelConfig, **changes
             "name": teacher.name,
             "architecture": teacher.model_dump(mode="json"),
             "weights_sha256": "a" * 64,
+            **({"matched_by": "tokens"} if imported else {}),
         },
         tokenizer=samples.tokenizer_identity,
         corpus={"content": samples.manifest["content"]},

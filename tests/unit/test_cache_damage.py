@@ -161,7 +161,7 @@ def test_holes_strangers_and_leftovers(whole: tuple[Cache, list[Row]]) -> None:
     (commits_folder(cache) / ".000000.json.ab.tmp").write_text("{")
     report = verify(cache, "inventory")
     text = "\n".join(report.problems)
-    assert "samples 0–2 are missing: shards 0 were never committed" in text
+    assert "samples 0–2 are missing: shard 0 was never committed" in text
     assert "commit records of shards 7, but the cache has 2 shards" in text
     assert "notes.txt" in text
     assert (report.shards_committed, report.rows_committed) == (1, 3)

@@ -32,6 +32,7 @@ from tests.unit.cache_import_sources import (
     write_second_layout,
     write_tar,
 )
+from tests.unit.cache_rows import assert_rows_equal
 
 zstandard = pytest.importorskip("zstandard", reason="writes the frames: pip install -e '.[dev]'")
 
@@ -306,3 +307,23 @@ def test_far_apart_numbers_are_counted_not_listed(tar: Path, samples: SampleSet)
     (tar.parent / "cp0_dp0__0.tar").rename(tar.parent / "cp0_dp999999__0.tar")
     with pytest.raises(CacheError, match=r"has no tars of cp0_dp1, cp0_dp2, cp0_dp3, cp0_dp4, cp0_dp5"):
         opened(tar.parent, samples)
+
+
+def test_a_truncated_shard_does_not_pass_for_imported(tar: Path, samples: SampleSet, tmp_path: Path) -> None:
+    attempt(tar, samples)
+    cache = tmp_path / "cache"
+    before = [CacheReader(cache).read(sample) for sample in range(len(samples))]
+    [file] = cache.glob("shards/000000-*/rank/c.0.0")
+    file.write_bytes(file.read_bytes()[:50])
+
+    def again() -> int:
+        source = opened(tar.parent, samples)
+        return import_cache(source, samples, cache, vocab_size=VOCAB, trust_order=True).rows_imported
+
+    record = cache / "commits" / "000000.json"
+    with pytest.raises(CacheError, match=rf"shard 0 is damaged: .*disk 50 bytes\. Remove {record} and import again"):
+        again()
+    record.unlink()
+    assert again() == len(samples) and again() == 0
+    for row in before:
+        assert_rows_equal(CacheReader(cache).read(row.sample_id), row)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -54,3 +55,39 @@ def test_a_commit_whose_answer_never_came_keeps_its_files(tmp_path: Path, monkey
     assert storage.create(name, data)
     assert (CacheReader(cache).read(0).ids == row.ids).all()
     assert verify(cache, "deep").ok
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EACCES, errno.ESTALE])
+def test_reading_gives_no_advice_on_damage_where_the_disk_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    cache, _ = make_cache(tmp_path / "c", [30, 40, 50], 1)
+    opened = os.open
+
+    def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
+        if str(path).endswith("rank/c.0.0"):
+            raise OSError(code, os.strerror(code), str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(StoreUnreachableError, match=os.strerror(code)) as caught:
+        CacheReader(cache).read(1)
+    assert "repair" not in str(caught.value)
+    assert ("ulimit -n" in str(caught.value)) == (code == errno.EMFILE)
+
+
+def test_a_reader_leaves_files_to_others(tmp_path: Path) -> None:
+    """Seventy shards with four further temperatures would hold 13 files each."""
+    extra = (1.0, 2.0, 4.0, 8.0, 16.0)
+    cache, _ = make_cache(tmp_path / "c", [3] * 70, 1, temperatures=extra)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 150, hard))
+    try:
+        reader = CacheReader(cache)
+        for sample in range(70):
+            reader.read(sample)
+        assert 0 < len(os.listdir("/proc/self/fd")) - before <= (before + 150) // 3
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert len(CacheReader(cache)) == 70

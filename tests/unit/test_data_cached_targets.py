@@ -21,7 +21,7 @@ from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.packing import PackedRow
 from megatron_kd.data.row_join import first_foreign, look_up, share
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, ForeignRowError, StoreUnreachableError
 from tests.assets import ROOT
 from tests.unit.data_rows import (
     IDENTITY,
@@ -150,8 +150,9 @@ def test_a_row_of_other_tokens_is_named_with_the_position(
     cached.check_rows([0, 1, 3, 4])
     with pytest.raises(CacheError, match=r"sample 2 .*position 4"):
         cached.check_rows(range(5))
-    with pytest.raises(CacheError, match=r"sample 2 .*position 4"):
+    with pytest.raises(ForeignRowError, match=r"sample 2 .*position 4") as caught:
         cached.targets([2])
+    assert "repair" not in str(caught.value)  # the row is sound
 
 
 def test_a_cache_with_a_hole_is_refused(samples: SampleSet, teacher: ModelConfig, tmp_path: Path) -> None:
@@ -262,6 +263,30 @@ def test_a_damaged_row_is_named_by_the_sample_and_by_its_row(
     file.write_bytes(data)
     cached.targets([1])
     with pytest.raises(
-        CacheError, match=r"targets of sample 0 of .*few cannot be read: sample 4 of .*c cannot be used"
+        CacheError,
+        match=r"targets of sample 0 of .*few cannot be read: sample 4 of .*c cannot be used.*capture --repair`",
     ):
         cached.targets([0])
+
+
+def test_what_cannot_be_read_is_not_to_be_repaired(samples: SampleSet, teacher: ModelConfig, tmp_path: Path) -> None:
+    make_cache(tmp_path / "c", samples, teacher)
+    cached = CachedTargets(tmp_path / "c", samples, teacher=teacher, top_k=K, temperature=1.0)
+    (tmp_path / "c" / "shards").rename(tmp_path / "disk")
+    (tmp_path / "c" / "shards").symlink_to(tmp_path / "unplugged")
+    with pytest.raises(StoreUnreachableError, match=r"sample 0 .*unplugged, which is not there") as caught:
+        cached.targets([0])
+    assert "repair" not in str(caught.value)
+
+
+def test_what_an_import_lacks_or_has_damaged_is_imported_again(
+    samples: SampleSet, teacher: ModelConfig, tmp_path: Path
+) -> None:
+    make_cache(tmp_path / "c", samples, teacher, imported=True)
+    [file] = (tmp_path / "c").glob("shards/000002-*/rank/c.0.0")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    refused(tmp_path / "c", samples, teacher, r"remove the commit records of damaged shards and run .*cache import`")
+    file.write_bytes(whole)
+    (tmp_path / "c" / "commits" / "000001.json").unlink()
+    refused(tmp_path / "c", samples, teacher, r"lacks samples 2.*3; run `megatron-kd cache import` again")

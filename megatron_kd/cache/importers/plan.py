@@ -14,17 +14,20 @@ from megatron_kd.cache.importers.convert import convert
 from megatron_kd.cache.importers.evidence import Evidence
 from megatron_kd.cache.importers.source import Samples, Source
 from megatron_kd.cache.manifest import CacheManifest
+from megatron_kd.cache.presence import make_folders
 from megatron_kd.cache.rank_table import build_rank_table, rank_table_hash
 from megatron_kd.cache.row import Row
-from megatron_kd.cache.store import Cache, create_cache, missing_shards
+from megatron_kd.cache.store import Cache, committed_of, create_cache, missing_shards, shards_in_words
+from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import write_shard
-from megatron_kd.errors import CacheError
+from megatron_kd.errors import CacheError, StoreUnreachableError
 from megatron_kd.progress import Advance, progress
 from megatron_kd.versions import installed_versions
 
 SHARD_TOKENS = 2 * 2**20
 """Positions of a shard unless told otherwise: about half a gigabyte at K = 100."""
 _SCORED_POSITIONS = 4096
+_NAMED_RECORDS = 3  # in a message
 
 
 @dataclass
@@ -92,7 +95,8 @@ def import_cache(
             samples (``Evidence``).
 
     Raises:
-        CacheError: for an order that was not trusted, another cache at ``path``, damage, rows that do not belong to
+        CacheError: for an order that was not trusted, another cache at ``path``, damage of the source, committed
+            shards whose files are missing or have other sizes than their records say, rows that do not belong to
             the samples, and when the disk refuses. Shards committed until then stay valid.
     """
     if not source.proven and not trust_order:
@@ -103,6 +107,8 @@ def import_cache(
     if vocab_size < samples.vocab_size:
         raise CacheError(f"--vocab-size {vocab_size} is less than the {samples.vocab_size} tokens of {samples.path}")
     cache = _create(source, samples, path, vocab_size, teacher, rows_per_shard)
+    make_folders(cache)
+    _require_sound(cache)
     todo = missing_shards(cache)
     rows = sum(len(cache.manifest.shard_samples(shard)) for shard in todo)
     report = ImportReport(
@@ -123,6 +129,21 @@ def import_cache(
     report.tokens_imported = report.rows_imported * samples.seq_length
     report.seconds = time.monotonic() - started
     return report
+
+
+def _require_sound(cache: Cache) -> None:
+    """Names and sizes of what is committed, as a capture looks at them: a truncated shard must not pass for done."""
+    report = verify(cache, "inventory", shards=committed_of(cache))
+    if report.unreadable_shards:
+        raise StoreUnreachableError(f"{cache.location}: {report.problems[0]}; nothing was imported")
+    if report.damaged_shards:
+        damaged = report.damaged_shards
+        records = ", ".join(cache.storage.where(cache.commit_name(shard)) for shard in damaged[:_NAMED_RECORDS])
+        more = f" and {len(damaged) - _NAMED_RECORDS} more" if len(damaged) > _NAMED_RECORDS else ""
+        raise CacheError(
+            f"{cache.location}: {shards_in_words(damaged)} damaged: {report.problems[0]}. Remove {records}{more} and "
+            "import again, which writes them anew; `megatron-kd cache verify` finds all damage"
+        )
 
 
 def _create(
