@@ -67,13 +67,14 @@ def test_a_checkpoint_read_as_hugging_face_weights_has_their_bits(name: str, how
 
 def test_one_expert_is_read_without_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 4 layers with 4 experts each, the pieces of one: its two halves (gate and up), and nothing beside."""
-    read = []
+    read: list[Any] = []
     original = FileSystemReader.read_data
-    monkeypatch.setattr(
-        FileSystemReader,
-        "read_data",
-        lambda self, plan, planner: (read.extend(plan.items), original(self, plan, planner))[1],
-    )
+
+    def noted(self: FileSystemReader, plan: Any, planner: Any) -> Any:
+        read.extend(plan.items)
+        return original(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", noted)
     tensor = CheckpointWeights(folder / "gpt_oss_whole").read("model.layers.2.mlp.experts.gate_up_proj", 3)
     assert tensor.shape == (48, 80)
     assert [tuple(item.storage_index.offset or ()) for item in read] == [(2, 3, 0, 0), (2, 3, 40, 0)]

@@ -30,7 +30,7 @@ CASES: list[tuple[str, dict[str, int]]] = [
 ]
 
 
-def import_rank(rank: int, world: int, recipe: str, layout: dict[str, int], destination: str) -> Any:
+def import_rank(rank: int, world: int, recipe: str, layout: dict[str, Any], destination: str) -> Any:
     """The report of an import in a layout, or its error's type and message."""
     from tests.training_runs import leave_layout
 

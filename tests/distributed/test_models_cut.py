@@ -83,13 +83,13 @@ def cut_by_hand(state: dict[str, Tensor], model: ModelConfig, cut: dict[str, Any
             kept = cut.get("keep_experts", range(model.num_moe_experts))
             parts: dict[str, list[Tensor]] = {}
             for e in kept:
-                both, down = layer["mlp.experts.gate_up_proj"][e], layer["mlp.experts.down_proj"][e]
-                rows = rows_by_hand(both[:, 0::2].t(), both[:, 1::2].t(), down.t(), count, 1.0)
+                both, back = layer["mlp.experts.gate_up_proj"][e], layer["mlp.experts.down_proj"][e]
+                rows = rows_by_hand(both[:, 0::2].t(), both[:, 1::2].t(), back.t(), count, 1.0)
                 columns = spread(rows, 2)
                 new_parts = {
                     "gate_up_proj": both[:, columns],
                     "gate_up_proj_bias": layer["mlp.experts.gate_up_proj_bias"][e][columns],
-                    "down_proj": down[rows],
+                    "down_proj": back[rows],
                     "down_proj_bias": layer["mlp.experts.down_proj_bias"][e],
                 }
                 for name, value in new_parts.items():

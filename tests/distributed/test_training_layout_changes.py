@@ -138,7 +138,7 @@ def test_a_run_goes_on_in_any_other_layout(folder: Path) -> None:
     straight = run_distributed(straight_rank, 1, folder)[0]
     two = [(name, sizes, f"{name}_one", saved_as(name, sizes)) for name in MODELS for sizes in TWO[name]]
     four = [("gpt_oss", FOUR, saved_as("gpt_oss", {TP: 2}), saved_as("gpt_oss", FOUR))]
-    one = [(name, {}, target, "") for name, _, _, target in [*two, *four]]
+    one: list[Any] = [(name, {}, target, "") for name, _, _, target in [*two, *four]]
     for cases, ranks in ((two, 2), (four, 4), (one, 1)):
         for found in run_distributed(changed_rank, ranks, folder, cases):
             assert len(found) == len(cases)

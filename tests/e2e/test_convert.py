@@ -78,7 +78,7 @@ def test_what_was_exported_is_imported_again(tmp_path: Path) -> None:
     )
     overrides = [f"teacher.model.hf={tmp_path / 'out'}", f"teacher.checkpoint={tmp_path / 'again'}"]
     layout = ["cluster.gpus_per_node=2", "parallelism.tensor_model_parallel_size=2"]
-    line = ("convert", "import", road / "recipe.yaml", *overrides)
+    line: list[str | Path] = ["convert", "import", road / "recipe.yaml", *overrides]
     first, second = start(*line, *layout, "--json", ranks=2).wait()
     assert succeed(second).stdout == "" and not figures(first)["reused"]
     for name in ("config.json", "generation_config.json", "tokenizer/tokenizer.json"):

@@ -93,7 +93,7 @@ def test_a_link_of_one_shard_that_leads_nowhere_is_no_damage(tmp_path: Path, nam
     (tmp_path / "elsewhere").rename(tmp_path / "unplugged")
     for level in ("inventory", "crc"):
         with pytest.raises(StoreUnreachableError, match=r"is a link to .*elsewhere, which is not there: is its disk"):
-            verify(cache, level, shards=[1])  # type: ignore[arg-type]
+            verify(cache, level, shards=[1])
     with pytest.raises(StoreUnreachableError, match="is its disk mounted"):
         CacheReader(cache).read(1)
 

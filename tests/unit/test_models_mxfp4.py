@@ -120,11 +120,14 @@ def test_a_folder_is_read_as_transformers_reads_it(folder: Path, theirs: Any) ->
 def test_an_import_reads_one_expert_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = open_hf_weights(str(folder))
     assert isinstance(weights, MXFP4Weights)
-    read = []
-    monkeypatch.setattr(
-        weights.stored, "read", lambda name, index=None: (read.append((name, index)), stored(name, index))[1]
-    )
+    read: list[tuple[str, int | None]] = []
     stored = SafetensorsFolder(folder).read
+
+    def noted(name: str, index: int | None = None) -> torch.Tensor:
+        read.append((name, index))
+        return stored(name, index)
+
+    monkeypatch.setattr(weights.stored, "read", noted)
     for place in places(MODEL):
         place.whole(weights.read, MODEL)
     quantized_reads = [index for name, index in read if name.endswith(("_blocks", "_scales"))]

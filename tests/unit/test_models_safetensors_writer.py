@@ -35,7 +35,7 @@ def test_what_was_added_is_read_back(listed: list[tuple[torch.dtype, list[int], 
         files = sorted(file.name for file in folder.glob("*.safetensors"))
         assert files == sorted(writer.files())
         assert writer.parameters == sum(tensor.numel() for tensor in wanted.values())
-        found = {}
+        found: dict[str, torch.Tensor] = {}
         for file in files:
             with safe_open(folder / file, "pt") as opened:
                 assert opened.metadata() == {"format": "pt"}
