@@ -182,7 +182,13 @@ def test_show_is_quick_and_complete(recipe: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [[], *(c.split() for c in ("show", "convert", "convert import", "prepare", "capture", "train", "evaluate"))]
+    [
+        [],
+        *(
+            c.split()
+            for c in ("show", "convert", "convert import", "convert export", "prepare", "capture", "train", "evaluate")
+        ),
+    ]
     + [c.split() for c in ("compare", "cache", "cache inspect", "cache verify", "cache clean", "version")],
     ids=" ".join,
 )
