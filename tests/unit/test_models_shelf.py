@@ -192,7 +192,7 @@ def test_flops_are_those_of_the_public_cards() -> None:
 
 def test_a_cut_keeps_each_layers_window() -> None:
     model = load_model("gpt_oss_20b", ROOT)
-    cut = model.with_layers([0, 2, 5, 7, 9])
+    cut = model.cut([0, 2, 5, 7, 9])
     assert cut.layer_windows() == [128, 128, None, None, None]
     again = ModelConfig.model_validate(cut.model_dump(mode="json"))
     assert again.layer_windows() == cut.layer_windows() and again.num_layers == 5
