@@ -11,7 +11,7 @@ import torch
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.testing import run_distributed
-from tests.assets import tiny_recipe
+from tests.assets import tiny_llama_folder, tiny_recipe
 from tests.models_oracles import tiny_gpt_oss_folder
 from tests.training_runs import Layout, Trainer, leave_layout, make_inputs, recipe_in
 
@@ -29,6 +29,7 @@ ROWS = 13
 ONLINE = ("full", "top_k")
 # A step's losses, gradient norm and counts, captured rows and evaluations hold in all layouts; what is new to an online
 # teacher are stages and experts.
+DENSE_STUDENT = Layout(2, ep=2)
 WITH_TEACHER = [layout for layout in OTHERS if layout.tp == 1]
 
 
@@ -39,7 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     teacher, student = (tiny_gpt_oss_folder(folder / f"hf_{seed}", seed) for seed in (12, 13))
     return tiny_recipe(
         folder,
-        # Shards of 3 rows scored by twos, held-out rows evaluated by fours: portions and ranks go short of rows.
+        # Shards of 3 rows scored by twos, 5 held-out rows evaluated by twos and by eights: portions and ranks go short.
         data={"train_tokens": 48 * 8, "heldout_tokens": 48 * 5},
         teacher={
             "model": teacher.model_dump(mode="json"),
@@ -105,12 +106,21 @@ def _evaluated(trainer: Trainer, micro_batch_size: int) -> dict[str, float]:
     )
 
 
+def _dense_student(recipe: Path) -> list[str]:
+    """The overrides that make a Llama the student."""
+    return [
+        "student.model=tiny_llama",
+        f"student.model.hf={tiny_llama_folder()}",
+        f"student.checkpoint={recipe.parent / 'dense'}",
+    ]
+
+
 def _look(recipe: Path, layout: Layout, folder: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": _captured(recipe, layout, folder / f"cache {layout}")}
     trainer = Trainer(recipe_in(recipe, layout))
     before = _whole(trainer)
     found["step"] = trainer.step()
-    found["evaluation"] = _evaluated(trainer, 4)
+    found["evaluations"] = [_evaluated(trainer, size) for size in (2, 8)]
     if layout == ALONE:
         torch.save((_whole(trainer), before), folder / "weights.pt")
         found["weights"] = 0.0
@@ -119,6 +129,9 @@ def _look(recipe: Path, layout: Layout, folder: Path) -> dict[str, Any]:
     for targets in ONLINE if layout in (ALONE, *WITH_TEACHER) else ():
         online = recipe_in(recipe, layout, "teacher.mode=online", f"teacher.targets={targets}")
         found[targets] = Trainer(online).step()
+    if layout in (ALONE, DENSE_STUDENT):
+        online = recipe_in(recipe, layout, "teacher.mode=online", "teacher.targets=top_k", *_dense_student(recipe))
+        found["dense student"] = Trainer(online).step()
     return found
 
 
@@ -128,6 +141,7 @@ def _rank(rank: int, world: int, recipe: Path, folder: Path) -> dict[Layout, dic
 
         make_inputs(recipe_in(recipe, ALONE), masked=True)
         import_model(recipe_in(recipe, ALONE), "student", show_progress=False)
+        import_model(recipe_in(recipe, ALONE, *_dense_student(recipe)), "student", show_progress=False)
     return {layout: _look(recipe, layout, folder) for layout in (ALONE, *OTHERS) if layout.world == world}
 
 
@@ -158,10 +172,11 @@ def test_a_step_is_the_same_in_every_layout(found: dict[Layout, list[dict[str, A
 
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
 def test_an_evaluation_is_the_same_in_every_layout(found: dict[Layout, list[dict[str, Any]]], layout: Layout) -> None:
-    alone = found[ALONE][0]["evaluation"]
+    alone = found[ALONE][0]["evaluations"][0]
     assert alone["eval/unigram_kd"] > alone["eval/kd"] > 0
-    for rank in found[layout]:
-        assert rank["evaluation"] == pytest.approx(alone, rel=1e-4)
+    for rank in (*found[layout], found[ALONE][0]):
+        for evaluation in rank["evaluations"]:
+            assert evaluation == pytest.approx(alone, rel=1e-4)
 
 
 @pytest.mark.parametrize("layout", WITH_TEACHER, ids=str)
@@ -174,6 +189,13 @@ def test_an_online_step_is_the_same_in_every_layout(
         _equal(alone, found[ALONE][0]["step"])
     for rank in found[layout]:
         _equal(rank[targets], alone)
+
+
+def test_a_student_without_experts_learns_beside_a_teacher_that_spreads_them(
+    found: dict[Layout, list[dict[str, Any]]],
+) -> None:
+    for rank in found[DENSE_STUDENT]:
+        _equal(rank["dense student"], found[ALONE][0]["dense student"])
 
 
 @pytest.mark.parametrize("layout", OTHERS, ids=str)
