@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from megatron_kd.cache.commits import attempt_shard, read_commit
+from megatron_kd.cache.storage import concerns_one_file
 from megatron_kd.cache.store import Cache, committed_of, reported
 from megatron_kd.errors import CacheError, StoreUnreachableError
 
@@ -30,15 +31,16 @@ def require_shards(cache: Cache, first: Collection[int] = ()) -> None:
     for shard in committed:
         try:
             attempt = read_commit(cache, shard).attempt
-        except StoreUnreachableError:
-            raise
-        except CacheError:
+        except CacheError as error:
+            _raise_unless_of_one_file(error)
             continue  # a damaged record names nothing; that is for those to say who look for damage
         named += 1
         if there is None:
-            with reported(cache.shard_storage(attempt).location, "looking for"):
+            try:
                 if cache.shard_storage(attempt).exists("zarr.json"):
                     return
+            except (OSError, CacheError) as error:
+                _raise_unless_of_one_file(error)
             there = _attempts(cache)
         if attempt in there:
             return
@@ -59,6 +61,11 @@ def make_folders(cache: Cache) -> None:
         missing = [folder for folder in ("shards", "commits") if not cache.storage.exists(folder)]
         if missing:
             cache.storage.prepare(*missing)
+
+
+def _raise_unless_of_one_file(error: OSError | CacheError) -> None:
+    if isinstance(error, OSError | StoreUnreachableError) and not concerns_one_file(error):
+        raise StoreUnreachableError(f"the cache cannot be read: {error}") from error
 
 
 def _attempts(cache: Cache) -> set[str]:

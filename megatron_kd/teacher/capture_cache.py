@@ -176,13 +176,15 @@ def check_committed(cache: Cache, shards: range, *, repair: bool, show_progress:
         What was looked at; nothing where something was taken out.
 
     Raises:
-        CacheError: damage, with its shards and samples.
+        CacheError: damage, with its shards and samples; a StoreUnreachableError where something cannot be read, or no
+            shard is there at all: nothing is taken out then.
         RemoteRankError: the first rank found damage.
     """
 
     def look() -> Committed:
         done = [shard for shard in committed_shards(cache) if shard in shards]
         if not done:
+            require_shards(cache)  # what this part writes belongs beside the shards of others
             return Committed()
         level: Level = "crc" if repair else "inventory"
         report = verify(cache, level, shards=done, workers=None, show_progress=show_progress)

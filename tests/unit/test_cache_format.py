@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorstore
+import xxhash
 import zarr
 
 from megatron_kd.cache.array_reader import ArrayReader
@@ -174,3 +175,15 @@ def test_example_in_the_documentation_runs(tmp_path: Path, value_dtype: str) -> 
                 row.sample_id, row.tokens, row.loss_mask, row.document_offsets, row.ids, wanted, row.tail_logmass
             ),
         )
+
+
+def test_cache_id_is_the_documented_hash(tmp_path: Path) -> None:
+    """By the words of docs/cache.md, from the file alone."""
+    cache, _ = make_cache(tmp_path / "c", [9], 1, tokenizer={"name": "a", "sha256": "b"}, teacher={"name": "é"})
+    values = json.loads((folder_of(cache) / "cache.json").read_text())
+    cache_id = values.pop("cache_id")
+    del values["library_versions"], values["tokenizer"]["name"]
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    assert xxhash.xxh3_128_hexdigest(text.encode("ascii")) == cache_id == read_commit(cache, 0).cache_id
+    words = " ".join((Path(__file__).parents[2] / "docs" / "cache.md").read_text().split())
+    assert "all fields of `cache.json` but itself, `library_versions` and, within `tokenizer`, `name`" in words

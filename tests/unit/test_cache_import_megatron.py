@@ -181,7 +181,7 @@ def test_resumes_with_what_is_missing(samples: SampleSet, tars: Path, tmp_path: 
 def test_a_changed_source_is_another_cache(samples: SampleSet, tars: Path, tmp_path: Path) -> None:
     run(tars, samples, tmp_path / "cache")
     write_first_layout(tmp_path / "other", samples, k=4)
-    with pytest.raises(CacheError, match=r"holds another cache: its teacher\.source\.\S+ is"):
+    with pytest.raises(CacheError, match=r"holds another cache: teacher\.source\.\S+ there: "):
         run(tmp_path / "other", samples, tmp_path / "cache")
 
 

@@ -85,6 +85,7 @@ def test_a_damaged_row_does_not_hide_the_rest(whole: tuple[Cache, list[Row]]) ->
     assert (seen["top_k_mass"]["rows"], seen["top_k_mass"]["positions"]) == (5, len(mass))
     assert seen["top_k_mass"]["mean"] == pytest.approx(mass.mean(), abs=1e-9)
     assert problem in inspect_text(seen)
+    assert inspect_text(seen).splitlines()[0].endswith(": all is committed, but there are problems, see below")
     assert inspect(cache, sample_rows=0)["problems"] == []
 
 

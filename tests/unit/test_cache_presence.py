@@ -91,6 +91,7 @@ def test_a_link_of_one_shard_that_leads_nowhere_is_no_damage(tmp_path: Path, nam
     target.symlink_to(tmp_path / "elsewhere")
     assert verify(cache, "deep").ok  # links are followed
     (tmp_path / "elsewhere").rename(tmp_path / "unplugged")
+    assert verify(cache, "crc").unreadable_shards == [1] and not verify(cache, "crc").damaged_shards
     for level in ("inventory", "crc"):
         with pytest.raises(StoreUnreachableError, match=r"is a link to .*elsewhere, which is not there: is its disk"):
             verify(cache, level, shards=[1])

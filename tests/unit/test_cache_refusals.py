@@ -13,18 +13,20 @@ import pytest
 from megatron_kd.cache.reader import CacheReader
 from megatron_kd.cache.storage import LocalStorage
 from megatron_kd.cache.store import create_cache
-from megatron_kd.cache.verify import verify
+from megatron_kd.cache.verify import Level, verify
 from megatron_kd.cache.writer import write_shard
 from megatron_kd.errors import CacheError, StoreUnreachableError
-from tests.unit.cache_rows import make_cache, make_manifest, make_row, rank_table
+from tests.unit.cache_rows import make_cache, make_manifest, make_row, rank_table, shards_folder
 
 
 @pytest.mark.parametrize("name", ["commits/000001.json", "rank/c.0.0", "tokens/zarr.json"])
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
 def test_a_file_that_is_refused_is_not_damaged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
     cache, _ = make_cache(tmp_path / "c", [30, 40, 50], 1)
+    [damaged] = shards_folder(cache).glob("000002-*/rank/c.0.0")
+    damaged.write_bytes(damaged.read_bytes()[:-1])
     opened = os.open
 
     def refuse(path: Any, *args: Any, **kwargs: Any) -> int:
@@ -33,8 +35,29 @@ def test_a_file_that_is_refused_is_not_damaged(
         return opened(path, *args, **kwargs)
 
     monkeypatch.setattr(os, "open", refuse)
-    with pytest.raises(StoreUnreachableError, match=os.strerror(code)):
-        verify(cache, "structure")
+    if code in (errno.ESTALE, errno.EMFILE):  # the next file would be refused as well
+        with pytest.raises(StoreUnreachableError, match=os.strerror(code)):
+            verify(cache, "structure")
+        return
+    report = verify(cache, "structure")
+    assert (report.unreadable_shards, report.damaged_shards) == ([1], [2])
+    unreadable, damage = report.problems
+    assert name in unreadable and os.strerror(code) in unreadable and "000002" in damage
+    assert report.text().startswith("shard 2 is damaged; shard 1 is not readable at level structure")
+    with pytest.raises(StoreUnreachableError, match=os.strerror(code)):  # nothing could be judged
+        verify(cache, "structure", shards=[1])
+
+
+@pytest.mark.parametrize("level", ["inventory", "deep"])
+def test_one_dangling_shard_is_listed_beside_the_damage(tmp_path: Path, level: Level) -> None:
+    cache, _ = make_cache(tmp_path / "c", [30, 40, 50], 1)
+    first, second, _ = sorted(shards_folder(cache).iterdir())
+    first.rename(tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "unplugged")
+    (second / "rank" / "zarr.json").unlink()
+    report = verify(cache, level)
+    assert (report.unreadable_shards, report.damaged_shards) == ([0], [1])
+    assert "unplugged, which is not there: is its disk mounted" in report.problems[0]
 
 
 def test_a_commit_whose_answer_never_came_keeps_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

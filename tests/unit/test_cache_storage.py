@@ -344,6 +344,28 @@ def test_a_link_is_removed_and_not_what_it_points_to(tmp_path: Path) -> None:
 def test_urls() -> None:
     assert is_url("s3://a/b") and is_url("gs://a") and is_url("az://a/b/c")
     assert not is_url("/a/b") and not is_url("s3:/a/b") and not is_url(Path("s3://a"))
+    for lost in ("s3:/bucket/x", Path("s3://bucket/x"), "gs:/bucket/x"):
+        with pytest.raises(CacheError, match=r"write (s3|gs)://bucket/x for an object store, /.*:/bucket/x for"):
+            open_storage(lost)
+    assert open_storage("a:b/c").location == "a:b/c" and open_storage("/s3:/a").location == "/s3:/a"
+
+
+def test_a_bucket_that_is_not_there_is_named(server: dict[str, str]) -> None:
+    for ask in (
+        lambda: verify("s3://no-such-bucket/c"),
+        lambda: create_cache("s3://no-such-bucket/c", make_manifest(1, 1), rank_table()),
+        lambda: open_storage("s3://no-such-bucket/c").names(),
+    ):
+        with pytest.raises(StoreUnreachableError, match=r"no-such-bucket/c.* is in no such bucket: create the bucket"):
+            ask()
+
+
+def test_a_file_in_the_place_of_a_cache_is_named(tmp_path: Path) -> None:
+    (tmp_path / "notes").write_text("x")
+    for place in (tmp_path / "notes", tmp_path / "notes" / "cache"):
+        for ask in (cache_exists, verify):
+            with pytest.raises(CacheError, match="notes is a file, a cache is a folder: name another path"):
+                ask(place)
 
 
 def test_a_whole_cache_in_an_object_store(server: dict[str, str]) -> None:

@@ -20,11 +20,20 @@ import pytest
 from megatron_kd.cache import checks, workers
 from megatron_kd.cache.array_reader import ArrayReader
 from megatron_kd.cache.checks import Check, ShardChecker
+from megatron_kd.cache.clean import clean
 from megatron_kd.cache.commits import read_commit
 from megatron_kd.cache.store import Cache, create_cache
 from megatron_kd.cache.verify import LEVELS, Level, verify
 from megatron_kd.cache.writer import write_shard
-from tests.unit.cache_rows import commit_path, make_cache, make_manifest, make_row, rank_table, shards_folder
+from tests.unit.cache_rows import (
+    commit_path,
+    commits_folder,
+    make_cache,
+    make_manifest,
+    make_row,
+    rank_table,
+    shards_folder,
+)
 
 
 def _folder(cache: Cache, shard: int) -> Path:
@@ -148,7 +157,14 @@ def test_text_of_a_cache_with_records_of_another(tmp_path: Path) -> None:
     shutil.copy(commit_path(cache, 0), commit_path(cache, 4))
     report = verify(cache)
     assert (report.ok, report.damaged_shards, report.missing_samples) == (False, [], "")
-    assert report.text().startswith("there are records of other shards than its own at level structure")
+    assert report.text().startswith("there are other problems at level structure")
+    [problem] = report.problems
+    stray = commit_path(cache, 4)
+    assert problem.startswith(f"{stray} is no record of this cache, which has shards 0 to 0: remove it, or let")
+    assert report.orphans == ["commits/000004.json"]
+    shutil.copy(stray, commits_folder(cache) / "0000000.json")  # a number of seven digits is nobody's name either
+    assert [leftover.name for leftover in clean(cache, 0.0).removed] == ["commits/0000000.json", "commits/000004.json"]
+    assert verify(cache, "deep").ok and commit_path(cache, 0).exists()
 
 
 @pytest.mark.parametrize("value_dtype", ["float16", "bfloat16", "float32"])

@@ -349,3 +349,12 @@ def test_recipes_offer_what_the_losses_have() -> None:
     # The other two are not for a recipe to choose: evaluation takes no gradient, and every recipe trains the head.
     assert set(get_args(LossConfig.model_fields["mode"].annotation)) == set(MODES) - {"no_grad", "frozen_head"}
     assert set(get_args(LossConfig.model_fields["implementation"].annotation)) == set(IMPLEMENTATIONS)
+
+
+def test_a_capture_takes_a_layout_that_does_not_divide_the_batch() -> None:
+    overrides = ["cluster.gpus_per_node=3", "training.global_batch_size=4"]
+    with pytest.raises(ConfigError, match="global_batch_size 4"):
+        load_recipe(BASE, overrides)
+    assert load_recipe(BASE, overrides, trains=False).data_parallel_size == 3
+    with pytest.raises(ConfigError, match=r"multiple of tp.pp.cp"):
+        load_recipe(BASE, [*overrides, "parallelism.tensor_model_parallel_size=2"], trains=False)

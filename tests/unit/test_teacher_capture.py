@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,13 +22,24 @@ from megatron_kd.cache.storage import LocalStorage
 from megatron_kd.cache.store import Cache, committed_shards, create_cache
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans, write_shard
-from megatron_kd.errors import CacheError, ConfigError
+from megatron_kd.data.samples import RowBatch
+from megatron_kd.errors import CacheError, CheckpointError, ConfigError, StoreUnreachableError
+from megatron_kd.teacher import score
 from megatron_kd.teacher.capture import draw_shards
 from megatron_kd.teacher.capture_cache import check_committed
 from megatron_kd.teacher.part import WHOLE, Part
 from megatron_kd.teacher.rank_probe import probe_plan
 from megatron_kd.teacher.shard_writer import RowQueue, ShardWriter
-from tests.unit.cache_rows import assert_rows_equal, make_manifest, make_row, rank_table
+from megatron_kd.teacher.topk import extract_top_k
+from tests.unit.cache_rows import (
+    assert_rows_equal,
+    commit_path,
+    make_cache,
+    make_manifest,
+    make_row,
+    rank_table,
+    shards_folder,
+)
 
 
 @given(count=st.integers(1, 40), total=st.integers(0, 200))
@@ -107,7 +119,8 @@ def test_a_record_is_read_once(tmp_path: Path, capsys: pytest.CaptureFixture[str
     cache = Cache(storage, made.manifest, made.rank_table)
     known = check_committed(cache, range(1, 5), repair=False, show_progress=True)
     assert known.shards == {1, 4} and known.tokens == 4 * 40
-    assert sorted(storage.seen) == ["commits/000001.json", "commits/000004.json"]
+    # One of them also shows that the shards are there at all.
+    assert sorted(storage.seen) == ["commits/000001.json", "commits/000001.json", "commits/000004.json"]
     assert "verify inventory: 4/4 rows" in capsys.readouterr().err
     storage.seen.clear()
     write(3)
@@ -237,3 +250,45 @@ def test_what_is_not_finished_leaves_nothing(tmp_path: Path) -> None:
     assert committed_shards(cache) == [0], "its rows were all there"
     assert not orphans(cache)
     assert not [thread.name for thread in threading.enumerate() if "shard-writer" in thread.name]
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("place", [0, 7, 63])
+def test_a_teacher_that_returns_nan_is_named(sign: float, place: int) -> None:
+    """Two rows of three positions; NaN has a sign, and processors make either."""
+    logits = torch.randn(6, 64, generator=torch.Generator().manual_seed(0))
+    logits[4 * 1 + 1, place] = torch.tensor(sign * float("nan"))  # sequence first: position 2 of row 1
+    batch = RowBatch(np.zeros((2, 3), "i4"), np.ones((2, 3), "u1"), [np.zeros(1, "i4")] * 2)
+    extracted = extract_top_k(logits, torch.eye(64), 5, vocab_size=64, extra_temperatures=(2.0,))
+    with pytest.raises(CheckpointError, match="the teacher returned NaN for sample 11 at position 2"):
+        score.rows_of(range(10, 12), batch, extracted, np.float16)
+
+
+def test_nothing_is_taken_out_that_cannot_be_read(tmp_path: Path) -> None:
+    """One shard is damaged, another on a disk that is not mounted: the capture ends, and every record stays."""
+    cache, _ = make_cache(tmp_path / "c", [30, 40, 50], 1)
+    first, second, _ = sorted(shards_folder(cache).iterdir())
+    first.rename(tmp_path / "unplugged")
+    first.symlink_to(tmp_path / "disk")
+    (second / "rank" / "c.0.0").write_bytes(b"short")
+    for repair in (False, True):
+        with pytest.raises(StoreUnreachableError, match=r"shard 0 is not readable, which is no damage.*nothing was"):
+            check_committed(cache, range(3), repair=repair, show_progress=False)
+    assert committed_shards(cache) == [0, 1, 2]
+    first.unlink()
+    (tmp_path / "unplugged").rename(first)
+    check_committed(cache, range(3), repair=True, show_progress=False)
+    assert committed_shards(cache) == [0, 2]
+
+
+@pytest.mark.parametrize("part", [range(2), range(2, 3)])
+def test_a_capture_ends_where_no_shard_is_there(tmp_path: Path, part: range) -> None:
+    """Whichever part it does, with or without anything committed in it."""
+    cache, _ = make_cache(tmp_path / "c", [30, 40, 50], 1)
+    commit_path(cache, 2).unlink()
+    shards_folder(cache).rename(tmp_path / "disk")
+    shards_folder(cache).mkdir()
+    for repair in (False, True):
+        with pytest.raises(StoreUnreachableError, match="shards is empty although 2 commit records name some"):
+            check_committed(cache, part, repair=repair, show_progress=False)
+    assert committed_shards(cache) == [0, 1]
