@@ -28,6 +28,10 @@ class CheckpointError(KDError):
     """A missing or damaged checkpoint, or one of another model."""
 
 
+class DamagedCheckpointError(CheckpointError):
+    """A checkpoint that is not, or no longer, what was written: another one of the same run may do."""
+
+
 class LaunchError(KDError):
     """A command started with another number of ranks than its recipe needs."""
 

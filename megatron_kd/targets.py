@@ -63,3 +63,14 @@ class TopKTargets:
             self.tail_logmass.to(device, non_blocking=True),
             self.temperature,
         )
+
+    def fold_beyond(self, vocab_size: int) -> None:
+        """Takes the ids from ``vocab_size`` on out of the rows, in place: their mass joins the tail.
+
+        For a student whose vocabulary ends before the teacher's: what it cannot say is an outcome outside its top K.
+        """
+        beyond = self.ids >= vocab_size
+        dropped = self.logprobs.float().masked_fill(~beyond, -torch.inf).logsumexp(dim=-1)
+        self.tail_logmass.copy_(torch.logaddexp(self.tail_logmass.float(), dropped).clamp(max=0.0))
+        self.ids.masked_fill_(beyond, -1)
+        self.logprobs.masked_fill_(beyond, -torch.inf)

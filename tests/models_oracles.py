@@ -84,20 +84,36 @@ def random_hf_model(model: ModelConfig, seed: int = 11) -> Any:
     return built.eval()
 
 
-def write_oracle(built: Any, folder: Path, vocab_size: int, tokens: int = 24) -> Path:
-    """Saves tokens [2, s], labels, the logits [2, s, V] and the gradients of Σ cross-entropy of an HF model."""
+def write_oracle(
+    built: Any, folder: Path, vocab_size: int, tokens: int = 24, documents: list[int] | None = None
+) -> Path:
+    """Saves tokens [2, s], labels, the logits [2, s, V] and the gradients of Σ cross-entropy of an HF model.
+
+    Args:
+        documents: lengths that a row of ``tokens`` is packed of; each is given to the model alone. Also saved, as the
+            number of its document for each token [2, s].
+    """
     generator = torch.Generator().manual_seed(2)
     ids = torch.randint(0, vocab_size, (2, tokens), generator=generator)
     labels = torch.randint(0, vocab_size, (2, tokens), generator=generator)
-    logits = built(ids).logits
+    lengths = documents or [tokens]
+    logits = torch.cat([built(part).logits for part in ids.split(lengths, dim=1)], dim=1)
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
-    grads = {name: p.grad for name, p in built.named_parameters()}
-    torch.save({"tokens": ids, "labels": labels, "logits": logits.detach(), "grads": grads}, folder / "oracle.pt")
+    oracle: dict[str, Any] = {"tokens": ids, "labels": labels, "logits": logits.detach()}
+    oracle["grads"] = {name: p.grad for name, p in built.named_parameters()}
+    if documents is not None:
+        numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        oracle["documents"] = numbers[None].expand_as(ids).contiguous()
+    torch.save(oracle, folder / "oracle.pt")
     return folder
 
 
 def variants(
-    folder: Path, models: list[ModelConfig], tokens: int = 24, seed: int = 11
+    folder: Path,
+    models: list[ModelConfig],
+    tokens: int = 24,
+    seed: int = 11,
+    documents: list[int] | None = None,
 ) -> list[tuple[dict[str, Any], str]]:
     """Architectures, each with the folder of its random weights and its oracle."""
     listed = []
@@ -105,7 +121,7 @@ def variants(
         built, path = random_hf_model(model, seed), folder / f"{i}_{model.name}"
         # Several files with an index, as large models come.
         built.save_pretrained(path, max_shard_size="60KB")
-        write_oracle(built, path, model.vocab_size, tokens)
+        write_oracle(built, path, model.vocab_size, tokens, documents)
         listed.append((model.model_dump(mode="json"), str(path)))
     return listed
 

@@ -28,13 +28,24 @@ from megatron_kd.errors import KDError, LaunchError
 def show(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
     """Print the resolved recipe.
 
-    All files it extends, its own keys and the overrides, merged and checked, defaults filled in.
+    All files it extends, its own keys and the overrides, merged and checked, defaults filled in. With --json also how
+    many parameters teacher and student have, counted on models built without memory for their weights.
     """
     from megatron_kd.config import dump_recipe, load_recipe
 
     loaded = load_recipe(recipe, overrides or [])
     if json_:
-        print_json(loaded.model_dump(mode="json"))
+        quiet_libraries()
+        from megatron_kd.models.counts import count_alone
+
+        counts = count_alone({"teacher": loaded.teacher.model, "student": loaded.student.model})
+        print_json(
+            {
+                **loaded.model_dump(mode="json"),
+                "parameters": {role: count.total for role, count in counts.items()},
+                "active_parameters": {role: count.active for role, count in counts.items()},
+            }
+        )
     else:
         print(dump_recipe(loaded), end="")
 

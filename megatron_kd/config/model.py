@@ -12,6 +12,8 @@ from megatron_kd.config.rope import RopeScaling
 
 _NO_FUNCTION = {"name", "hf", "max_position_embeddings"}
 """Fields that do not change what the weights compute."""
+_SHORT = {"num_moe_experts": "experts", "ffn_hidden_size": "ffn", "num_query_groups": "groups"}
+"""What the name of a model that was cut calls what is left."""
 MOE_FAMILIES = ("gpt_oss",)
 WINDOW_FAMILIES = ("gpt_oss",)
 Positive = Annotated[int, Field(ge=1)]
@@ -132,19 +134,51 @@ class ModelConfig(Section):
                 return name, theirs, ours.get(name)
         return None
 
-    def with_layers(self, keep: Sequence[int]) -> ModelConfig:
-        """The same architecture with chosen layers alone, named ``<name>_<n>layers`` and without a source of weights.
+    def cut(
+        self,
+        layers: Sequence[int],
+        *,
+        num_moe_experts: int | None = None,
+        ffn_hidden_size: int | None = None,
+        num_query_groups: int | None = None,
+    ) -> ModelConfig:
+        """The same architecture with chosen layers and fewer experts, FFN rows or query groups alone.
 
-        A kept layer keeps its window: the alternation of the others is no matter.
+        It has no source of weights, and its name says what is left: ``<name>_<n>layers`` and so on. A kept layer keeps
+        its window: the alternation of the others is no matter. A kept group keeps all its query heads.
 
         Args:
-            keep: indices from 0 of the layers, rising.
+            layers: indices from 0 of the layers, rising.
+            num_moe_experts, ffn_hidden_size, num_query_groups: how many are left; None: all.
+
+        Raises:
+            ValueError: more than there are, or fewer experts than each token is sent to.
         """
-        changes: dict[str, Any] = {"num_layers": len(keep), "name": f"{self.name}_{len(keep)}layers", "hf": None}
+        left = {
+            "num_moe_experts": num_moe_experts,
+            "ffn_hidden_size": ffn_hidden_size,
+            "num_query_groups": num_query_groups,
+        }
+        changes: dict[str, Any] = {"num_layers": len(layers), "hf": None}
+        name = f"{self.name}_{len(layers)}layers"
+        for key, count in left.items():
+            if count is None:
+                continue
+            if count > (getattr(self, key) or 0):
+                raise ValueError(f"from_teacher.{key} {count} is more than the teacher's {key} {getattr(self, key)}")
+            changes[key] = count
+            name += f"_{count}{_SHORT[key]}"
+        if num_query_groups is not None:
+            changes["num_attention_heads"] = self.num_attention_heads // self.num_query_groups * num_query_groups
+        if num_moe_experts is not None and self.moe_router_topk is not None and self.moe_router_topk > num_moe_experts:
+            raise ValueError(
+                f"from_teacher leaves {num_moe_experts} of {self.num_moe_experts} experts, but each token is sent to "
+                f"moe_router_topk {self.moe_router_topk}: keep at least as many"
+            )
         if self.window_size is not None:
             windows = self.layer_windows()
-            changes["window_attn_skip_freq"] = [0 if windows[layer] is None else 1 for layer in keep]
-        return self.model_copy(update=changes)
+            changes["window_attn_skip_freq"] = [0 if windows[layer] is None else 1 for layer in layers]
+        return self.model_copy(update={**changes, "name": name})
 
 
 def _slides(pattern: Any, layers: int) -> list[int]:

@@ -107,21 +107,46 @@ class TeacherConfig(Section):
         return self
 
 
-class FromTeacherConfig(Section):
-    """A student cut out of the teacher: the same widths, fewer layers. Exactly one of the keys is given."""
+Indices = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 
-    keep_layers: Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)] | None = None
-    """Teacher layers kept, counted from 0, in rising order."""
+
+class FromTeacherConfig(Section):
+    """A student cut out of the teacher: of its layers, experts, FFN rows and query groups, those that are kept.
+
+    What no key speaks of is kept whole. How parts are chosen by size or use: docs/checkpoints.md, "A student cut out of
+    its teacher".
+    """
+
+    keep_layers: Indices | None = None
+    """Teacher layers kept, counted from 0, in rising order; with no keep_every either: all."""
     keep_every: Positive | None = None
     """Keep the layers 0, n, 2n, …"""
+    keep_experts: Indices | None = None
+    """Experts kept in each layer, counted from 0, in rising order."""
+    num_moe_experts: Positive | None = None
+    """Keep so many experts of each layer: those that get most of the router's probability on calibration rows."""
+    calibration_samples: Positive = 64
+    """First rows of the training split on which num_moe_experts measures the router."""
+    ffn_hidden_size: Positive | None = None
+    """Keep so many FFN rows of each layer (of each expert): those with the largest weights."""
+    num_query_groups: Positive | None = None
+    """Keep so many key-value heads of each layer, with all their query heads: those that write most."""
 
     @model_validator(mode="after")
     def _check_choice(self) -> Self:
-        if (self.keep_layers is None) == (self.keep_every is None):
-            given = "neither is" if self.keep_layers is None else "both are"
-            raise ValueError(f"give exactly one of keep_layers and keep_every ({given} given)")
-        if self.keep_layers is not None and sorted(set(self.keep_layers)) != self.keep_layers:
-            raise ValueError(f"keep_layers {self.keep_layers} must be distinct and in rising order")
+        for one, other in (("keep_layers", "keep_every"), ("keep_experts", "num_moe_experts")):
+            if getattr(self, one) is not None and getattr(self, other) is not None:
+                raise ValueError(f"{one} and {other} both say what is kept: give at most one of them")
+        for key in ("keep_layers", "keep_experts"):
+            kept = getattr(self, key)
+            if kept is not None and sorted(set(kept)) != kept:
+                raise ValueError(f"{key} {kept} must be distinct and in rising order")
+        default = type(self).model_fields["calibration_samples"].default
+        if self.num_moe_experts is None and self.calibration_samples != default:
+            raise ValueError(
+                f"calibration_samples is {self.calibration_samples}, but only num_moe_experts measures the router: "
+                "give num_moe_experts, or remove calibration_samples"
+            )
         return self
 
     def layers(self, teacher_layers: int) -> list[int]:
@@ -135,16 +160,36 @@ class FromTeacherConfig(Section):
             )
         return self.keep_layers
 
+    def cut(self, teacher: ModelConfig) -> ModelConfig:
+        """The student's architecture. Raises ValueError where something to keep is not in the teacher."""
+        layers = self.layers(teacher.num_layers)
+        wanted = self.num_moe_experts
+        if self.keep_experts is not None:
+            last = self.keep_experts[-1]
+            if last >= (teacher.num_moe_experts or 0):
+                there = teacher.num_moe_experts or "no"
+                raise ValueError(f"from_teacher.keep_experts holds {last}, but the teacher has {there} experts")
+            wanted = len(self.keep_experts)
+        return teacher.cut(
+            layers,
+            num_moe_experts=wanted,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_query_groups=self.num_query_groups,
+        )
+
 
 class StudentConfig(Section):
     """The model that is trained."""
 
     model: ModelConfig
-    """Architecture or its name; without it the teacher's, cut to the layers of from_teacher where that is given."""
+    """Architecture or its name; without it the teacher's, cut as from_teacher says where that is given."""
     checkpoint: PathString | None = None
     """Megatron distributed checkpoint to start from; null with no from_teacher: random weights."""
     from_teacher: FromTeacherConfig | None = None
-    """Start from a part of the teacher's layers."""
+    """Start from a part of the teacher."""
+    other_vocabulary: Literal["refuse", "fold"] = "refuse"
+    """Where the two vocabularies have different sizes (of one tokenizer, padded differently): refuse; or fold: a
+    teacher's ids beyond the student's vocabulary are dropped and their mass joins the tail."""
 
     @model_validator(mode="after")
     def _check_origin(self) -> Self:
@@ -158,7 +203,7 @@ class StudentConfig(Section):
         """The student with the architecture that from_teacher implies. Raises ValueError on a contradiction."""
         if self.from_teacher is None:
             return self
-        cut = teacher.with_layers(self.from_teacher.layers(teacher.num_layers))
+        cut = self.from_teacher.cut(teacher)
         if self.model not in (teacher, cut):
             given, made = self.model.model_dump(), cut.model_dump()
             keys = [key for key in made if given[key] != made[key]]
@@ -170,10 +215,18 @@ class StudentConfig(Section):
             )
         return self.model_copy(update={"model": cut})
 
-    def problems(self, teacher: ModelConfig) -> Iterator[str]:
+    def problems(self, teacher: TeacherConfig) -> Iterator[str]:
         """What is wrong between this student and its teacher."""
-        if self.model.vocab_size != teacher.vocab_size:
+        if self.model.vocab_size == teacher.model.vocab_size:
+            return
+        differ = (
+            f"student.model.vocab_size {self.model.vocab_size} and teacher.model.vocab_size "
+            f"{teacher.model.vocab_size} differ"
+        )
+        if self.other_vocabulary == "refuse":
             yield (
-                f"student.model.vocab_size {self.model.vocab_size} must equal teacher.model.vocab_size "
-                f"{teacher.vocab_size}: both distributions are over the same tokens"
+                f"{differ}: both distributions must be over the same tokens; where it is one tokenizer and the rest is "
+                "padding, set student.other_vocabulary to 'fold'"
             )
+        elif teacher.targets == "full":
+            yield f"{differ}, and whole distributions cannot be folded: set teacher.targets to 'top_k'"

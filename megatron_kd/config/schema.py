@@ -97,7 +97,7 @@ class Recipe(Section):
                     f"data.seq_length {self.data.seq_length} is more than {where}.max_position_embeddings "
                     f"{model.max_position_embeddings} ({model.name}): shorten data.seq_length"
                 )
-        yield from self.student.problems(self.teacher.model)
+        yield from self.student.problems(self.teacher)
         # An offline run never loads the teacher, but its capture does, with the same layout.
         yield from self.parallelism.problems(self.cluster, self.data.seq_length, models)
         yield from self.loss.problems(self.teacher)

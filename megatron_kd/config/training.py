@@ -91,6 +91,8 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; null: only at the end and on a signal."""
     keep: Positive = 3
     """Newest checkpoints that are kept."""
+    on_damage: Literal["refuse", "previous"] = "refuse"
+    """A damaged newest checkpoint: refuse to go on, or go back to the one before it, with a warning."""
 
 
 class WandbConfig(Section):

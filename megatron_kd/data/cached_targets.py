@@ -45,6 +45,7 @@ class CachedTargets:
         teacher: ModelConfig,
         top_k: int,
         temperature: float,
+        student_vocab_size: int | None = None,
         weights_sha256: str | None = None,
         share: tuple[int, int] = (0, 1),
     ) -> None:
@@ -54,6 +55,7 @@ class CachedTargets:
         order, with other loss masks) each sample's row is looked up by its hash, for which all samples are read once.
 
         Args:
+            student_vocab_size: ids from this on are folded into the tail; None: no target may have any.
             weights_sha256: of the teacher's weights, where they are at hand; those of the cache must be the same.
             share: (i, n): look at the files of every n-th shard from the i-th on, where n ranks open one cache; each
                 shard has some twenty files, and a file system for all would be asked for all of them by each rank.
@@ -69,6 +71,8 @@ class CachedTargets:
         self.top_k = top_k
         self.temperature = temperature
         manifest = cache.manifest
+        folds = student_vocab_size is not None and student_vocab_size < manifest.vocab_size
+        self._fold_from = student_vocab_size if folds else None
         self._check_tokenizer()
         if manifest.vocab_size > teacher.vocab_size:
             raise CacheError(
@@ -129,6 +133,8 @@ class CachedTargets:
     def targets(self, sample_ids: Sequence[int], context: ContextSlice = WHOLE) -> TopKTargets:
         """The targets of some rows, sequence first: ids [s·b, K], in memory that ``host_buffer`` gives.
 
+        Ids that the student does not have are folded into the tail.
+
         Every row's token hash is compared with the sample's. May be called from several threads.
 
         Args:
@@ -151,7 +157,10 @@ class CachedTargets:
                 # The only copy on the way from what was decoded; a batch of several rows has to interleave them.
                 into_ids[into, j], into_logprobs[into, j], into_tails[into, j] = row_ids, row_logprobs, row_tails
                 at += len(run)
-        return TopKTargets(ids.view(s * b, k), logprobs.view(s * b, k), tails.view(s * b), self.temperature)
+        targets = TopKTargets(ids.view(s * b, k), logprobs.view(s * b, k), tails.view(s * b), self.temperature)
+        if self._fold_from is not None:
+            targets.fold_beyond(self._fold_from)
+        return targets
 
     def _read(self, sample: int, run: range) -> Row:
         row, expected = int(self._rows[sample]), self._samples.row_hash(sample)

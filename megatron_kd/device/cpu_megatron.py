@@ -151,6 +151,31 @@ def factories_build_cuda_tensors_on_cpu() -> None:
 
 
 @workaround
+def splits_of_an_exchange_are_lists() -> None:
+    """The token dispatcher of experts copies the sizes it exchanges from the device as NumPy arrays.
+
+    On the CPU it leaves them as they are, tensors, which ``all_to_all_single`` does not take.
+    """
+    original = torch.distributed.all_to_all_single
+
+    def plain(sizes: Any) -> Any:
+        return sizes.tolist() if isinstance(sizes, torch.Tensor) else sizes
+
+    @functools.wraps(original)
+    def exchange(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return original(output, input, plain(output_split_sizes), plain(input_split_sizes), *args, **kwargs)
+
+    torch.distributed.all_to_all_single = exchange
+
+
+@workaround
 def adam_keeps_its_step_in_the_group() -> None:
     """The distributed optimizer's checkpoints expect the layout of the fused Adams; see ``GroupStepAdamW``."""
     from megatron_kd.device.group_step_adam import install_group_step_adam

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_kd.data.context_slice import ContextSlice
-from megatron_kd.device import current_device
 from megatron_kd.models.context_parallel import gather_sequence
 
 # Queries at a time: what bounds the scores held at once where attention has sinks or a mask.
@@ -65,9 +64,7 @@ class LocalAttention(MegatronModule):
         self.softmax_offset: torch.nn.Parameter | None = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self._tp_group.size()
-            self.softmax_offset = torch.nn.Parameter(
-                torch.zeros(heads, dtype=config.params_dtype, device=current_device())
-            )
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             if config.perform_initialization and config.init_method is not None:
                 config.init_method(self.softmax_offset)
             # Each rank has its own heads: without this mark the gradient's norm counts those of one rank alone.

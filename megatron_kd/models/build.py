@@ -7,6 +7,7 @@ import logging
 import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear
+from megatron.core.transformer import TransformerConfig
 
 from megatron_kd.config import ModelConfig, ParallelismConfig
 from megatron_kd.config.rope import Llama3RopeScaling
@@ -40,7 +41,27 @@ def build_model(
     """
     config = transformer_config(model, parallelism, precision)
     config.perform_initialization = initialize
-    built = GPTModel(
+    built = _build(model, config, groups)
+    built.to(device=current_device(), dtype=params_dtype(precision))
+    if isinstance(model.rope_scaling, Llama3RopeScaling):
+        built.rotary_pos_emb.inv_freq = llama3_frequencies(model, model.rope_scaling).to(current_device())
+    _mark_experts(built)
+    if not trainable:
+        built.requires_grad_(False)
+        built.eval()
+    return built
+
+
+def build_on_meta(model: ModelConfig, groups: ParallelGroups) -> GPTModel:
+    """The whole model without memory for its weights, to count them. On the CPU's side, with one rank."""
+    config = transformer_config(model, ParallelismConfig(), "bf16")
+    config.use_cpu_initialization, config.perform_initialization = True, False
+    with torch.device("meta"):
+        return _build(model, config, groups)
+
+
+def _build(model: ModelConfig, config: TransformerConfig, groups: ParallelGroups) -> GPTModel:
+    return GPTModel(
         config=config,
         transformer_layer_spec=layer_spec(config, groups.pp_rank),
         vocab_size=padded_vocab_size(model.vocab_size, groups.tp_size),
@@ -53,14 +74,6 @@ def build_model(
         rotary_base=model.rotary_base,
         pg_collection=groups.collection,
     )
-    if isinstance(model.rope_scaling, Llama3RopeScaling):
-        built.rotary_pos_emb.inv_freq = llama3_frequencies(model, model.rope_scaling).to(current_device())
-    built.to(device=current_device(), dtype=params_dtype(precision))
-    _mark_experts(built)
-    if not trainable:
-        built.requires_grad_(False)
-        built.eval()
-    return built
 
 
 def _mark_experts(built: GPTModel) -> None:
@@ -79,8 +92,3 @@ def _mark_experts(built: GPTModel) -> None:
         # made by an autograd function, which may not be changed; so it is told that no reduction is its business.
         if isinstance(module, RowParallelLinear) and module.is_expert and module.tp_group.size() == 1:
             module.explicit_expert_comm = True
-
-
-def parameter_count(built: torch.nn.Module) -> int:
-    """Parameters held by this rank."""
-    return sum(p.numel() for p in built.parameters())

@@ -1,7 +1,8 @@
 """Weights as Megatron-Core distributed checkpoints, with a note of what model they are.
 
 A checkpoint directory holds the ``torch_dist`` files, which load in any parallel layout, and ``model.json``:
-architecture, origin and identity of the weights. It appears under its final name only when complete.
+architecture, origin and identity of the weights, and the hashes of the files. It appears under its final name only
+when complete.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import queue
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,17 +22,15 @@ from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
-from megatron_kd.errors import CheckpointError
+from megatron_kd.errors import CheckpointError, DamagedCheckpointError
 from megatron_kd.files import fsync_directory, write_json
-from megatron_kd.models.checkpoint_files import check_files, one_line
+from megatron_kd.models.checkpoint_files import check_content, check_files, describe_files, one_line
 
 MODEL_NOTE = "model.json"
-LAYER_PREFIX = "decoder.layers."
 EXTRA_STATE = "_extra_state"
 
 
@@ -54,8 +53,13 @@ def make_partial_directory(final: Path) -> Path:
     return partial
 
 
-def write_sharded(state: dict[str, Any], partial: Path, final: Path, metadata: dict[str, Any] | None = None) -> None:
+def write_sharded(
+    state: dict[str, Any], partial: Path, final: Path, metadata: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Megatron-Core's save into a partial directory. Collective.
+
+    Returns:
+        On the first rank the hashes of all files, which belong under ``files`` into the note; nothing on the others.
 
     Raises:
         CheckpointError: on every rank, where one could not write: a full disk, a quota.
@@ -68,25 +72,46 @@ def write_sharded(state: dict[str, Any], partial: Path, final: Path, metadata: d
             f"{final} could not be written ({one_line(error)}): check that {partial.parent} has room and "
             "may be written; nothing stands under its name"
         ) from error
+    with fail_together(f"saving {final}"):
+        # Each rank reads back what it wrote, from memory as a rule; the first also what lies beside.
+        rank = dist.get_rank()
+        written = sorted(file.name for file in partial.glob(f"__{rank}_*.distcp"))
+        if rank == 0:
+            written += sorted(file.name for file in partial.iterdir() if file.is_file() and file.suffix != ".distcp")
+        own = describe_files(partial, written)
+    gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
+    dist.gather_object(own, gathered if dist.get_rank() == 0 else None)
+    return {name: told for part in gathered for name, told in part.items()}
 
 
-def read_sharded(state: dict[str, Any], path: Path, *, every_part_once: bool = True) -> dict[str, Any]:
-    """Megatron-Core's load of what a sharded state dict asks for. Collective.
+def check_checkpoint(path: Path) -> None:
+    """Looks for damage in every file of a checkpoint, each rank at its share. Collective over all ranks.
+
+    Checkpoints of earlier versions, which keep no hashes, are looked at from the outside only.
 
     Raises:
-        CheckpointError: on every rank, where a file is missing or damaged for one.
+        DamagedCheckpointError: on the ranks that found it, naming the file.
+        RemoteRankError: on the others.
     """
     with fail_together(f"reading {path}"):
         check_files(path)
+        check_content(path, read_note(path).get("files", {}), dist.get_rank(), dist.get_world_size())
+
+
+def read_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Megatron-Core's load of what a sharded state dict asks for. Collective.
+
+    Raises:
+        DamagedCheckpointError: on every rank, where a file is missing or damaged for one (RemoteRankError there).
+    """
+    check_checkpoint(path)
     # Ranks read their own parts, so that damage may show on one alone.
     with fail_together(f"loading {path}"):
         try:
-            loaded: dict[str, Any] = dist_checkpointing.load(
-                state, str(path), validate_access_integrity=every_part_once
-            )
+            loaded: dict[str, Any] = dist_checkpointing.load(state, str(path))
         # torch's own error is a BaseException, and below it lies whatever a damaged file makes of pickle.
         except (Exception, CheckpointException) as error:
-            raise CheckpointError(f"{path} is damaged or of another model: {one_line(error)}") from error
+            raise DamagedCheckpointError(f"{path} is damaged or of another model: {one_line(error)}") from error
     return loaded
 
 
@@ -133,11 +158,11 @@ def save_weights(
     state = sharded_weights(built)
     if use_up:
         _take_halves_apart(state)
-    write_sharded({"model": state}, partial, path)
+    files = write_sharded({"model": state}, partial, path)
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
             before_publishing(partial)
-            write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note})
+            write_note(partial, model, files, note)
     publish_directory(partial, path)
 
 
@@ -161,8 +186,18 @@ def _take_halves_apart(state: dict[str, Any]) -> None:
     dict_list_map_inplace(taken, state)
 
 
+def write_note(folder: Path, model: ModelConfig, files: dict[str, Any], note: dict[str, Any]) -> None:
+    """Writes ``model.json``: the architecture, the hashes of the files, and what else is given."""
+    write_json(folder / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note, "files": files})
+
+
 def read_note(path: Path) -> dict[str, Any]:
-    """``model.json`` of a checkpoint. Raises CheckpointError if the directory is no checkpoint of ours."""
+    """``model.json`` of a checkpoint.
+
+    Raises:
+        CheckpointError: there is no such directory.
+        DamagedCheckpointError: it is no checkpoint of ours, or not a whole one.
+    """
     if not path.is_dir():
         raise CheckpointError(
             f"no checkpoint at {path}: import one with megatron-kd convert import, or correct the path"
@@ -170,89 +205,35 @@ def read_note(path: Path) -> dict[str, Any]:
     try:
         note: dict[str, Any] = json.loads((path / MODEL_NOTE).read_text())
     except FileNotFoundError:
-        raise CheckpointError(
+        raise DamagedCheckpointError(
             f"{path} has no {MODEL_NOTE}: not a checkpoint of megatron-kd, or an unfinished one"
         ) from None
     except ValueError as error:  # not JSON, or not even text
-        raise CheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
+        raise DamagedCheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
     if not isinstance(note, dict) or not isinstance(note.get("architecture"), dict):
-        raise CheckpointError(f"{path / MODEL_NOTE} is damaged: it does not describe a model")
+        raise DamagedCheckpointError(f"{path / MODEL_NOTE} is damaged: it does not describe a model")
     return note
 
 
-def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig, ignore: Sequence[str] = ()) -> None:
+def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig) -> None:
     """Raises CheckpointError naming the first field in which a checkpoint is of another model."""
-    difference = model.first_difference(note["architecture"], ignore)
+    difference = model.first_difference(note["architecture"])
     if difference is not None:
         field, theirs, ours = difference
         raise CheckpointError(f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours}")
 
 
-def load_weights(built: GPTModel, model: ModelConfig, path: Path, keep_layers: Sequence[int] | None = None) -> None:
+def load_weights(built: GPTModel, model: ModelConfig, path: Path) -> None:
     """Loads weights in whatever layout the model was built. Collective.
-
-    Args:
-        keep_layers: for a student cut out of a teacher: student layer i takes the checkpoint's layer keep_layers[i].
 
     Raises:
         CheckpointError: missing, damaged, or of another model.
     """
     with fail_together(f"reading {path}"):
-        note = read_note(path)
-        check_same_architecture(path, note, model, ignore=("num_layers",) if keep_layers is not None else ())
-    state = sharded_weights(built)
-    if keep_layers is not None:
-        state = _from_other_layers(state, keep_layers, int(note["architecture"]["num_layers"]))
-    # A cut reads some layers of the checkpoint and leaves others: not every part is asked for exactly once.
-    loaded = read_sharded({"model": state}, path, every_part_once=keep_layers is None)
+        check_same_architecture(path, read_note(path), model)
+    loaded = read_sharded({"model": sharded_weights(built)}, path)
     with fail_together(f"loading {path}"):
-        missing, unexpected = built.load_state_dict(_layers_unstacked(loaded["model"], built), strict=False)
+        missing, unexpected = built.load_state_dict(loaded["model"], strict=False)
         wrong = [name for name in (*missing, *unexpected) if not name.endswith(EXTRA_STATE)]
         if wrong:
             raise CheckpointError(f"{path} and the model {model.name!r} do not have the same parameters: {wrong[0]}")
-
-
-def _from_other_layers(state: dict[str, Any], keep_layers: Sequence[int], layers: int) -> dict[str, Any]:
-    """Points the layers of a sharded state dict at other layers of the checkpoint, where they lie stacked.
-
-    The stacking axis becomes an ordinary one of length 1: Megatron-Core's own form for a prepended axis demands that
-    all layers of the checkpoint are asked for when there is one rank. ``_layers_unstacked`` takes it off again.
-    """
-
-    def moved(tensor: ShardedTensor) -> ShardedTensor:
-        if tensor.prepend_axis_num != 1:
-            raise CheckpointError(
-                f"{tensor.key} is not stacked over layers: layers cannot be chosen from this checkpoint"
-            )
-        fragments = tensor.axis_fragmentations
-        return replace(
-            tensor,
-            data=tensor.data.unsqueeze(0),
-            local_shape=(1, *tensor.local_shape),
-            global_shape=(layers, *tensor.global_shape[1:]),
-            global_offset=(keep_layers[tensor.global_offset[0]], *tensor.global_offset[1:]),
-            axis_fragmentations=None if fragments is None else (layers, *fragments[1:]),
-            prepend_axis_num=0,
-        )
-
-    def moved_factory(factory: ShardedTensorFactory) -> ShardedTensorFactory:
-        build, merge = factory.build_fn, factory.merge_fn
-        return replace(
-            factory,
-            build_fn=lambda *args: dict_list_map_inplace(moved, build(*args)),
-            merge_fn=lambda parts: merge(dict_list_map_inplace(lambda part: part.squeeze(0), parts)),
-        )
-
-    changed: dict[str, Any] = {}
-    for name, value in state.items():
-        if name.startswith(LAYER_PREFIX) and isinstance(value, ShardedTensor):
-            value = moved(value)
-        elif name.startswith(LAYER_PREFIX) and isinstance(value, ShardedTensorFactory):
-            value = moved_factory(value)
-        changed[name] = value
-    return changed
-
-
-def _layers_unstacked(loaded: dict[str, Tensor], built: GPTModel) -> dict[str, Tensor]:
-    shapes = {name: p.shape for name, p in built.named_parameters()}
-    return {name: value.view(shapes[name]) if name in shapes else value for name, value in loaded.items()}

@@ -132,7 +132,7 @@ class ShardedWriter:
 
     def _name_shards(self) -> None:
         number = len(self._shards)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, (path, names) in enumerate(self._shards):
             file = f"model-{i + 1:05}-of-{number:05}.safetensors" if number > 1 else "model.safetensors"
             self._shards[i] = path.rename(self._folder / file), names

@@ -13,25 +13,25 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.device import any_rank, current_device, fail_together, get_random_state, set_random_state
-from megatron_kd.errors import CheckpointError
+from megatron_kd.device import any_rank, fail_together, get_random_state, set_random_state
+from megatron_kd.errors import DamagedCheckpointError
 from megatron_kd.files import write_json
 from megatron_kd.models.checkpoint import (
-    MODEL_NOTE,
     check_same_architecture,
     make_partial_directory,
     publish_directory,
     read_note,
     read_sharded,
     sharded_weights,
+    write_note,
     write_sharded,
 )
+from megatron_kd.models.checkpoint_files import describe_files
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.setup import Student
 
@@ -58,27 +58,24 @@ def list_checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The checkpoint a run goes on from, as the first rank sees it, or None. Collective over all ranks.
-
-    Each rank asking the file system for itself could get another answer where directories are cached (NFS does), and
-    ranks that load different checkpoints wait for each other for ever.
-    """
-    with fail_together(f"looking into {run_dir}"):
-        saved = list_checkpoints(run_dir) if dist.get_rank() == 0 else []
-    iteration = torch.tensor([saved[-1][0] if saved else -1], dtype=torch.int64, device=current_device())
-    dist.broadcast(iteration, src=0)
-    return checkpoint_path(run_dir, int(iteration.item())) if iteration.item() >= 0 else None
-
-
-def _random_state(groups: ParallelGroups) -> ShardedObject:
-    """The states of this rank's generators, one entry per tensor-parallel rank; data-parallel peers share it."""
-    return ShardedObject(
-        "rng_state", get_random_state(), (groups.tp_size,), (groups.tp_rank,), replica_id=groups.dp_rank
-    )
+def _layout(groups: ParallelGroups) -> dict[str, int]:
+    """All sizes that say which rank has which part of the model and of the batch."""
+    return {
+        "tensor_model_parallel_size": groups.tp_size,
+        "pipeline_model_parallel_size": groups.pp_size,
+        "context_parallel_size": groups.cp_size,
+        "expert_model_parallel_size": groups.ep_size,
+        "expert_tensor_parallel_size": groups.etp_size,
+        "data_parallel_size": groups.dp_size,
+    }
 
 
-def _sharded_state(student: Student, groups: ParallelGroups, *, is_loading: bool, same_layout: bool) -> dict[str, Any]:
+def _random_state() -> ShardedObject:
+    """The states of this rank's generators, one entry a rank: in the same layout each gets its own back."""
+    return ShardedObject("rng_state", get_random_state(), (dist.get_world_size(),), (dist.get_rank(),))
+
+
+def _sharded_state(student: Student, *, is_loading: bool, same_layout: bool) -> dict[str, Any]:
     weights = sharded_weights(student.model.module)
     state: dict[str, Any] = {
         "model": weights,
@@ -86,7 +83,7 @@ def _sharded_state(student: Student, groups: ParallelGroups, *, is_loading: bool
         "scheduler": student.scheduler.state_dict(),
     }
     if same_layout:
-        state["rng_state"] = _random_state(groups)
+        state["rng_state"] = _random_state()
     return state
 
 
@@ -103,21 +100,18 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     if any_rank(path.exists()):
         return path
     partial = make_partial_directory(path)
-    state = _sharded_state(student, groups, is_loading=False, same_layout=True)
-    write_sharded(state, partial, path, dict(_SHARDING))
+    state = _sharded_state(student, is_loading=False, same_layout=True)
+    files = write_sharded(state, partial, path, dict(_SHARDING))
+    progress = {
+        "iteration": student.iteration,
+        "consumed_samples": student.consumed_samples,
+        "tokens": student.tokens,
+        **_layout(groups),
+    }
     with fail_together(f"saving {path}"):
         if dist.get_rank() == 0:
-            write_json(partial / MODEL_NOTE, {"architecture": model.model_dump(mode="json")})
-            write_json(
-                partial / PROGRESS_NOTE,
-                {
-                    "iteration": student.iteration,
-                    "consumed_samples": student.consumed_samples,
-                    "tokens": student.tokens,
-                    "tensor_model_parallel_size": groups.tp_size,
-                    "data_parallel_size": groups.dp_size,
-                },
-            )
+            write_json(partial / PROGRESS_NOTE, progress)
+            write_note(partial, model, files | describe_files(partial, [PROGRESS_NOTE]), {})
     publish_directory(partial, path)
     with fail_together(f"removing old checkpoints of {run_dir}"):
         if dist.get_rank() == 0:
@@ -142,16 +136,14 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     another learning rate, or for longer, does as its recipe now says.
 
     Raises:
-        CheckpointError: a part is missing or damaged, or it is of another model; on every rank.
+        DamagedCheckpointError: a part is missing or damaged; RemoteRankError on ranks that did not see it.
+        CheckpointError: it is of another model.
     """
     with fail_together(f"reading {path}"):
         check_same_architecture(path, read_note(path), model)
         progress = read_progress(path)
-    same_layout = progress["tensor_model_parallel_size"] == groups.tp_size
-    try:
-        state = read_sharded(_sharded_state(student, groups, is_loading=True, same_layout=same_layout), path)
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; remove it, and the run goes on from the checkpoint before it") from error
+    same_layout = all(progress.get(key) == size for key, size in _layout(groups).items())
+    state = read_sharded(_sharded_state(student, is_loading=True, same_layout=same_layout), path)
     student.model.module.load_state_dict(state["model"], strict=False)
     _load_optimizer(student.optimizer, state["optimizer"])
     student.scheduler.load_state_dict(state["scheduler"])
@@ -169,17 +161,21 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
     """
     settings = [{key: group[key] for key in _SETTINGS if key in group} for group in optimizer.param_groups]
     rates = {key: settings[0][key] for key in ("max_lr", "min_lr") if key in settings[0]}
-    for saved in state["optimizer"]["param_groups"]:
-        saved.update(rates)  # one pair for the whole model
+    # A model with experts has two optimizers, one of them for its experts, and their states under 0 and 1.
+    for part in [state] if "optimizer" in state else state.values():
+        for saved in part["optimizer"]["param_groups"]:
+            saved.update(rates)  # one pair for the whole model
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, settings, strict=True):
         group.update(own)
 
 
 def read_progress(path: Path) -> dict[str, int]:
-    """Iteration, consumed samples, tokens and layout of a checkpoint. Raises CheckpointError if it is none."""
+    """Iteration, consumed samples, tokens and layout of a checkpoint. Raises DamagedCheckpointError if it is none."""
     try:
         progress: dict[str, int] = json.loads((path / PROGRESS_NOTE).read_text())
-    except (FileNotFoundError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} has no readable {PROGRESS_NOTE}: not a checkpoint of a training run") from error
+    except (FileNotFoundError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{path} has no readable {PROGRESS_NOTE}: not a checkpoint of a training run"
+        ) from error
     return progress

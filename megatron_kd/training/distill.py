@@ -51,6 +51,7 @@ class Distillation:
         self._groups = groups
         self._teacher = teacher if recipe.teacher.mode == "online" else None
         self.vocab_size = recipe.student.model.vocab_size
+        self._folds = self.vocab_size < recipe.teacher.model.vocab_size
         # What the loss is scaled by beyond the divergence itself.
         self.t2 = recipe.loss.temperature**2 if recipe.loss.scale_by_t2 else 1.0
         self.is_plain_bucket_kl = (recipe.loss.divergence, recipe.loss.tail, recipe.loss.temperature) == (
@@ -67,6 +68,8 @@ class Distillation:
             states = self._teacher.hidden_states(batch.tokens)
         elif self._teacher is not None:
             targets = self._teacher.top_k(batch.tokens).targets
+            if self._folds:
+                targets.fold_beyond(self.vocab_size)
             batch = replace(batch, targets=targets)
         return StepContext(
             batch=batch,

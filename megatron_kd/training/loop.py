@@ -30,10 +30,11 @@ from megatron_kd.device import (
 from megatron_kd.errors import RemoteRankError
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
-from megatron_kd.training.checkpoint import list_checkpoints, load_checkpoint, newest_checkpoint, save_checkpoint
+from megatron_kd.training.checkpoint import list_checkpoints, save_checkpoint
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
+from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
 from megatron_kd.training.run_directory import exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.session import Session, open_session
 from megatron_kd.training.setup import Student, build_student, wrap_for_training
@@ -89,7 +90,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     saved = newest_checkpoint(run_dir)
     student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None))
     if saved is not None:
-        load_checkpoint(student, recipe.student.model, groups, saved)
+        saved = load_newest_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.on_damage)
         logger.info("resumed from %s", saved)
     start = student.iteration
     with fail_together(f"preparing {run_dir}"):

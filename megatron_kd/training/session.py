@@ -98,6 +98,7 @@ def _open_cache(recipe: Recipe, samples: SampleSet) -> CachedTargets:
         teacher=recipe.teacher.model,
         top_k=recipe.teacher.top_k,
         temperature=recipe.loss.temperature,
+        student_vocab_size=recipe.student.model.vocab_size,
         weights_sha256=_teacher_weights(recipe),
         share=(dist.get_rank(), dist.get_world_size()),
     )

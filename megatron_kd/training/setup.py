@@ -11,11 +11,11 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_kd.config import Recipe
-from megatron_kd.errors import ConfigError
 from megatron_kd.models.build import build_model
 from megatron_kd.models.checkpoint import load_weights
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.transformer_config import params_dtype
+from megatron_kd.training.from_teacher import load_from_teacher
 
 
 @dataclass
@@ -43,19 +43,14 @@ def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool 
         with_weights: False where a training checkpoint is loaded next.
 
     Raises:
-        ConfigError, CheckpointError: no weights to start from, or of another model.
+        ConfigError, CheckpointError, DataError: no weights to start from, or of another model.
     """
     student = recipe.student
     built = build_model(student.model, recipe.parallelism, groups, recipe.training.precision, trainable=True)
     if not with_weights:
         return built
     if student.from_teacher is not None:
-        if recipe.teacher.checkpoint is None:
-            raise ConfigError(
-                "student.from_teacher needs teacher.checkpoint: name what megatron-kd convert import wrote"
-            )
-        keep = student.from_teacher.layers(recipe.teacher.model.num_layers)
-        load_weights(built, student.model, Path(recipe.teacher.checkpoint), keep_layers=keep)
+        load_from_teacher(built, recipe, groups)
     elif student.checkpoint is not None:
         load_weights(built, student.model, Path(student.checkpoint))
     return built

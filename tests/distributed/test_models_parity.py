@@ -93,7 +93,7 @@ def whole_vocabulary(local: torch.Tensor, groups: Any) -> torch.Tensor:
     return torch.cat(parts, dim=-1)
 
 
-def errors(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any, documents: Any = None) -> list[float]:
+def errors(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any) -> list[float]:
     """The largest error of this rank's logits (0 where it has none), and of a gradient of Σ cross-entropy relative to
     that parameter's largest gradient, after the reductions that training makes."""
     from megatron.core.distributed import (
@@ -107,7 +107,7 @@ def errors(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any, 
     from megatron_kd.models.parameters import places_in
     from megatron_kd.models.schedule import run_schedule
 
-    tokens, labels = oracle["tokens"], oracle["labels"]
+    tokens, labels, documents = oracle["tokens"], oracle["labels"], oracle.get("documents")
     at = ContextSlice(groups.cp_rank, groups.cp_size).positions(tokens.shape[1])
     ddp = DistributedDataParallel(
         config=built.config,
@@ -184,6 +184,13 @@ def test_gpt_oss_equals_hugging_face_in_every_layout(tmp_path: Path) -> None:
     # rounding then decides whether its gradient is 0 or 1, which shows as 2e-3 of a parameter's largest.
     models = variants(tmp_path, [tiny_gpt_oss()], tokens=200, seed=12)
     check(run_distributed(parity_rank, 4, models, EXPERTS, timeout_s=300.0), len(EXPERTS))
+
+
+def test_packed_documents_equal_each_document_alone(tmp_path: Path) -> None:
+    """The rows are four documents, whose borders lie anywhere; Hugging Face's model saw them one by one."""
+    models = variants(tmp_path, [tiny_gpt_oss(num_layers=2), grouped_model()], 64, documents=[5, 1, 27, 31])
+    layouts: list[Layout] = [{}, {CP: 2}, {TP: 2, SP: True}]
+    check(run_distributed(parity_rank, 2, models, layouts), len(models) * len(layouts))
 
 
 def check(ranks: list[dict[str, list[float]]], cases: int) -> None:

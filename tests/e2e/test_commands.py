@@ -170,7 +170,12 @@ def test_show_is_quick_and_complete(recipe: Path, tmp_path: Path) -> None:
     assert succeed(done).stderr == "False\n", "show imports no torch"
     shown = yaml.safe_load(done.stdout)
     assert shown["training"]["train_iters"] == 7 and shown["name"] == "seven"
-    assert figures(warm("show", recipe, "training.train_iters=7", "name=seven", "--json")) == shown
+    counted = figures(warm("show", recipe, "training.train_iters=7", "name=seven", "--json"))
+    # tiny_llama and its cut: embedding and head, layers of norms, attention and SwiGLU, the last norm.
+    layer = 2 * 64 + 4 * 64 * 64 + 3 * 64 * 160
+    sizes = {role: 2 * 1003 * 64 + counted[role]["model"]["num_layers"] * layer + 64 for role in ("teacher", "student")}
+    assert counted.pop("parameters") == sizes and counted.pop("active_parameters") == sizes
+    assert counted == shown
     (tmp_path / "resolved.yaml").write_text(done.stdout)
     assert succeed(warm("show", tmp_path / "resolved.yaml")).stdout == done.stdout
 

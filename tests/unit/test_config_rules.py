@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from megatron_kd.config import FromTeacherConfig, LossConfig, Recipe, load_recipe
+from megatron_kd.config import FromTeacherConfig, LossConfig, ModelConfig, Recipe, load_recipe
 from megatron_kd.config.loss import RESTRICTED_TAILS, DivergenceName, TailName
 from megatron_kd.errors import ConfigError
 from megatron_kd.losses import DIVERGENCES, IMPLEMENTATIONS, TAILS
@@ -20,6 +20,8 @@ from megatron_kd.losses.arguments import MODES
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
+
+OTHER_VOCABULARY = ["student.model=tiny_llama", "student.from_teacher=null"]
 
 
 @pytest.mark.parametrize(
@@ -105,13 +107,31 @@ BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
         ),
         (["loss.beta=1", "loss.divergence=jsd"], ["loss.beta", "1.0 must lie strictly between 0 and 1"]),
         (["loss.gradient_mib=-1"], ["loss.gradient_mib is -1", "greater than or equal to 0"]),
-        (["student.model=tiny_llama", "student.from_teacher=null"], ["vocab_size 1003", "vocab_size 49152"]),
-        (["student.from_teacher.keep_layers=[0, 1]"], ["exactly one of", "both are given"]),
-        (["student.from_teacher.keep_every=null"], ["exactly one of", "neither is given"]),
+        (OTHER_VOCABULARY, ["vocab_size 1003", "vocab_size 49152", "set student.other_vocabulary to 'fold'"]),
+        (
+            [*OTHER_VOCABULARY, "student.other_vocabulary=fold", "teacher.mode=online"],
+            ["vocab_size 1003", "vocab_size 49152", "set teacher.targets to 'top_k'"],
+        ),
+        (["student.from_teacher.keep_layers=[0, 1]"], ["keep_layers and keep_every both", "at most one"]),
         (["student.from_teacher={keep_every: null, keep_layers: [3, 1]}"], ["[3, 1]", "rising order"]),
         (["student.from_teacher={keep_every: null, keep_layers: [1, 1]}"], ["[1, 1]", "distinct"]),
         (["student.from_teacher={keep_every: null, keep_layers: [0, 30]}"], ["holds 30", "layers 0 to 29"]),
         (["student.from_teacher={keep_every: null, keep_layers: [-1]}"], ["student.from_teacher.keep_layers.0 is -1"]),
+        (["student.from_teacher.ffn_hidden_size=1537"], ["ffn_hidden_size 1537 is more than", "ffn_hidden_size 1536"]),
+        (["student.from_teacher.num_query_groups=4"], ["num_query_groups 4 is more", "num_query_groups 3"]),
+        (["student.from_teacher.num_moe_experts=2"], ["num_moe_experts 2 is more", "num_moe_experts None"]),
+        (["student.from_teacher.keep_experts=[0, 1]"], ["keep_experts holds 1", "no experts"]),
+        (["student.from_teacher={keep_experts: [1, 0]}"], ["keep_experts [1, 0]", "rising order"]),
+        (["student.from_teacher={keep_experts: [0], num_moe_experts: 1}"], ["keep_experts and num_moe_experts both"]),
+        (["student.from_teacher.calibration_samples=8"], ["calibration_samples is 8", "num_moe_experts"]),
+        (
+            ["teacher.model=tiny_gpt_oss", "student.from_teacher={keep_experts: [3]}"],
+            ["leaves 1 of 4 experts", "moe_router_topk 2"],
+        ),
+        (
+            ["teacher.model=tiny_gpt_oss", "student.from_teacher={num_moe_experts: 1}"],
+            ["leaves 1 of 4 experts", "moe_router_topk 2"],
+        ),
         (["student.model.num_layers=4"], ["num_layers 4 (not 10)", "student.from_teacher to null"]),
         (["student.checkpoint=x"], ["checkpoint and from_teacher both"]),
         (["optimizer.lr_warmup_iters=66"], ["lr_warmup_iters 66", "training.train_iters 66"]),
@@ -137,12 +157,15 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["loss.temperature=2.0", "teacher.mode=online"],
         ["teacher.mode=online", "teacher.targets=top_k", "teacher.cache=null"],
         ["student.from_teacher={keep_every: null, keep_layers: [0, 29]}"],
+        ["student.from_teacher.keep_every=null"],  # all layers: the student starts as its teacher
+        ["student.from_teacher={ffn_hidden_size: 1536, num_query_groups: 3}"],
         ["student.model=smollm2_135m"],  # the teacher's own name with from_teacher: cut like without a name
         ["data.seq_length=8192", "data.train_tokens=8192", "data.heldout_tokens=8192"],
         ["optimizer.lr_warmup_iters=9", "training.train_iters=10"],
         ["teacher.top_k=49152"],
         ["loss.temperature=2.0", "teacher.mode=online", "teacher.targets=top_k", "teacher.temperatures=[2.0, 1.0]"],
         ["loss.gradient_mib=0"],
+        [*OTHER_VOCABULARY, "student.other_vocabulary=fold"],
         ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
     ],
@@ -189,6 +212,26 @@ def test_kept_layers_lie_in_the_teacher(layers: int, every: int) -> None:
     kept = FromTeacherConfig(keep_every=every).layers(layers)
     assert kept[0] == 0 and kept[-1] < layers <= kept[-1] + every
     assert all(b - a == every for a, b in pairwise(kept))
+
+
+def test_a_student_is_what_its_cut_leaves() -> None:
+    left = "keep_every: null, keep_layers: [1, 2, 3], keep_experts: [0, 2, 3], ffn_hidden_size: 24, num_query_groups: 1"
+    recipe = load_recipe(BASE, ["teacher.model=tiny_gpt_oss", f"student.from_teacher={{{left}}}"])
+    teacher, student = recipe.teacher.model, recipe.student.model
+    assert student.name == "tiny_gpt_oss_3layers_3experts_24ffn_1groups"
+    changes = {
+        "num_layers": 3,
+        "num_moe_experts": 3,
+        "ffn_hidden_size": 24,
+        "num_query_groups": 1,
+        "num_attention_heads": 4,
+        "window_attn_skip_freq": [0, 1, 0],  # of 1, 0, 1, 0
+        "name": student.name,
+    }
+    assert student == teacher.model_copy(update=changes)
+    assert student.layer_windows() == teacher.layer_windows()[1:]
+    # What is cut is a valid architecture by itself, as a written recipe will be read.
+    assert ModelConfig.model_validate(student.model_dump()) == student
 
 
 def test_head_width_defaults_to_its_share() -> None:

@@ -74,6 +74,21 @@ def test_targets_are_the_teachers_at_any_k_and_temperature(
         np.testing.assert_allclose(targets.tail_logmass.view(L, 2)[:, b].numpy(), np.log(p.sum(-1)), atol=5e-6)
 
 
+def test_ids_that_the_student_lacks_are_folded_into_the_tail(
+    cache: Path, samples: SampleSet, teacher: ModelConfig
+) -> None:
+    kept = V // 2
+    cached = CachedTargets(cache, samples, teacher=teacher, top_k=K, temperature=1.0, student_vocab_size=kept)
+    targets = cached.targets([1])
+    logp = log_softmax(logits_of(1))
+    ids = np.argsort(-logp, -1)[:, :K]
+    assert (ids >= kept).any() and (ids < kept).any()
+    np.testing.assert_array_equal(targets.ids.numpy(), np.where(ids < kept, ids, -1))
+    p = np.exp(logp)
+    inside = np.where(ids < kept, np.take_along_axis(p, ids, -1), 0.0).sum(-1)
+    np.testing.assert_allclose(np.exp(targets.tail_logmass.numpy()), 1.0 - inside, atol=2e-3)  # float16 in the cache
+
+
 def test_a_batch_is_sequence_first_and_predicts_the_next_token(
     cache: Path, samples: SampleSet, teacher: ModelConfig
 ) -> None:

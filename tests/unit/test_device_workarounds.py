@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_kd.device.cpu_megatron import workaround_names
+from megatron_kd.testing import run_distributed
 from tests.assets import ROOT, environment
+from tests.models_oracles import tiny_gpt_oss
 from tests.unit.megatron_piece import EVERYTHING, OWN_STATE
 
 NO_DEVICE = "RuntimeError: Found no NVIDIA driver", "AssertionError: Torch not compiled with CUDA enabled"
@@ -34,6 +36,10 @@ FAILS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "factories_build_cuda_tensors_on_cpu": ("optimizer", "core/optimizer/optimizer.py:", NO_DEVICE),
     "adam_keeps_its_step_in_the_group": ("load", "core/optimizer/distrib_optimizer.py:state_dict", ("AssertionError",)),
 }
+
+
+# What only several ranks meet.
+OF_EXPERTS = "splits_of_an_exchange_are_lists"
 
 
 @pytest.fixture(scope="module")
@@ -68,10 +74,37 @@ def test_all_together_are_enough(outcomes: dict[str, dict[str, Any]]) -> None:
 
 
 def test_each_workaround_says_how_it_is_needed() -> None:
-    assert set(FAILS) == set(workaround_names())
+    assert {*FAILS, OF_EXPERTS} == set(workaround_names())
 
 
-@pytest.mark.parametrize("name", workaround_names())
+def experts_rank(rank: int, world: int, without: str | None) -> str:
+    """Runs experts spread over two ranks forward; what stopped it."""
+    import torch
+
+    from megatron_kd.config import ParallelismConfig
+    from megatron_kd.device import cpu_megatron
+    from megatron_kd.models.build import build_model
+    from megatron_kd.models.parallel import init_model_parallel
+
+    cpu_megatron.apply_cpu_workarounds(without=[] if without is None else [without])
+    layout = ParallelismConfig(expert_model_parallel_size=2)
+    model = build_model(tiny_gpt_oss(), layout, init_model_parallel(layout, seed=1), "fp32", trainable=False)
+    tokens = torch.arange(rank, rank + 16)[None]
+    try:
+        logits = model(tokens, torch.arange(16)[None], None)
+    except TypeError as error:
+        return str(error).splitlines()[0]
+    return "" if torch.isfinite(logits).all() else "not finite"
+
+
+@pytest.mark.parametrize("without", [None, OF_EXPERTS])
+def test_experts_exchange_tokens(without: str | None) -> None:
+    needed = "all_to_all_single(): incompatible function arguments" if without else ""
+    for message in run_distributed(experts_rank, 2, without):
+        assert message.startswith(needed) and bool(message) == bool(needed), message
+
+
+@pytest.mark.parametrize("name", FAILS)
 def test_each_is_needed(name: str, outcomes: dict[str, dict[str, Any]]) -> None:
     stage, function, messages = FAILS[name]
     outcome = outcomes[name]
