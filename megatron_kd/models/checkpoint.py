@@ -166,11 +166,6 @@ def save_weights(
     publish_directory(partial, path)
 
 
-def write_note(folder: Path, model: ModelConfig, files: dict[str, Any], note: dict[str, Any]) -> None:
-    """Writes ``model.json``: the architecture, the hashes of the files, and what else is given."""
-    write_json(folder / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note, "files": files})
-
-
 def _take_halves_apart(state: dict[str, Any]) -> None:
     """Gives the gate's and the up projection's rows memory of their own, matrix by matrix, and frees the parameters'.
 
@@ -189,6 +184,11 @@ def _take_halves_apart(state: dict[str, Any]) -> None:
         return halves
 
     dict_list_map_inplace(taken, state)
+
+
+def write_note(folder: Path, model: ModelConfig, files: dict[str, Any], note: dict[str, Any]) -> None:
+    """Writes ``model.json``: the architecture, the hashes of the files, and what else is given."""
+    write_json(folder / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note, "files": files})
 
 
 def read_note(path: Path) -> dict[str, Any]:

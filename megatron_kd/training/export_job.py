@@ -12,6 +12,7 @@ from megatron_kd.config import Recipe, load_recipe
 from megatron_kd.data.tokenizer import load_tokenizer
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint import read_note
+from megatron_kd.models.checkpoint_files import check_content
 from megatron_kd.models.checkpoint_tensors import CheckpointWeights
 from megatron_kd.models.convert import TOKENIZER_FOLDER, tokenizer_source
 from megatron_kd.models.export import ExportReport, export_weights
@@ -92,6 +93,8 @@ def export(
     """
     origin = find_origin(source, tokenizer)
     weights = CheckpointWeights(origin.checkpoint)
+    # A flipped bit does not show in a tensor: whoever has the export has nothing to compare it with.
+    check_content(origin.checkpoint, weights.note.get("files", {}), 0, 1)
     return export_weights(
         weights,
         weights.model,

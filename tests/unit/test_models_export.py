@@ -180,6 +180,14 @@ def _damaged(folder: Path) -> Path:
     return folder / "copy"
 
 
+def _flipped(folder: Path) -> Path:
+    file = max((folder / "copy").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return folder / "copy"
+
+
 def _half_configuration(folder: Path) -> Path:
     (folder / "copy/config.json").write_text("{")
     return folder / "copy"
@@ -209,6 +217,7 @@ BAD_CHECKPOINTS = {
     "no checkpoint": (_no_checkpoint, "has no model.json"),
     "no tokenizer": (_no_tokenizer, "give --tokenizer"),
     "damaged": (_damaged, "is damaged"),
+    "one bit flipped": (_flipped, "is damaged"),
     "a damaged configuration": (_half_configuration, "config.json is damaged"),
     "a run without a checkpoint": (_run_without_checkpoint, "has no checkpoint yet"),
 }
