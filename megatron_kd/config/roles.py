@@ -113,7 +113,7 @@ Indices = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1)]
 class FromTeacherConfig(Section):
     """A student cut out of the teacher: of its layers, experts, FFN rows and query groups, those that are kept.
 
-    What no key speaks of is kept whole. How parts are chosen by size or use: docs/models.md, "A student cut out of
+    What no key speaks of is kept whole. How parts are chosen by size or use: docs/checkpoints.md, "A student cut out of
     its teacher".
     """
 

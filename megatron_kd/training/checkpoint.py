@@ -172,10 +172,11 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
 
 def read_progress(path: Path) -> dict[str, int]:
     """Iteration, consumed samples, tokens and layout of a checkpoint. Raises DamagedCheckpointError if it is none."""
+    what = f"{path} has no readable {PROGRESS_NOTE}: not a checkpoint of a training run"
     try:
         progress: dict[str, int] = json.loads((path / PROGRESS_NOTE).read_text())
     except (FileNotFoundError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{path} has no readable {PROGRESS_NOTE}: not a checkpoint of a training run"
-        ) from error
+        raise DamagedCheckpointError(what) from error
+    if not isinstance(progress, dict) or not {"iteration", "consumed_samples", "tokens"} <= progress.keys():
+        raise DamagedCheckpointError(what)
     return progress

@@ -1,6 +1,7 @@
 """The run directory: what was run, where, and what came of it.
 
-recipe.yaml (resolved), environment.json, metrics.jsonl, evaluations/, checkpoints/, logs/, wandb/.
+recipe.yaml (resolved), environment.json, metrics.jsonl, evaluations/, checkpoints/, logs/, wandb/; and
+router_mass.json where the student's experts were chosen by it.
 """
 
 from __future__ import annotations
