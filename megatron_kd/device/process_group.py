@@ -16,7 +16,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megatron_kd.device.platform import current_device, is_cuda
-from megatron_kd.errors import RemoteRankError
+from megatron_kd.errors import KDError, RemoteRankError
 
 DEFAULT_TIMEOUT = timedelta(minutes=10)
 _STILL_WORKING_S = 2.0
@@ -122,6 +122,8 @@ def lost_ranks_reported() -> Iterator[None]:
     """Around collectives: one that a dead rank broke raises a RemoteRankError instead of the backend's error."""
     try:
         yield
+    except KDError:
+        raise  # it says already what happened, perhaps in Gloo's words
     except RuntimeError as error:
         # Gloo has no error class of its own, and running out of memory is a RuntimeError as well.
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):

@@ -19,7 +19,7 @@ from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.prefetch import Prefetcher
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.data.unigram import fit_unigram, unigram_bucket_kl
-from megatron_kd.device import current_device, fail_together
+from megatron_kd.device import current_device, fail_together, lost_ranks_reported
 from megatron_kd.errors import DataError
 from megatron_kd.files import write_json
 from megatron_kd.models.parallel import ParallelGroups
@@ -38,6 +38,7 @@ _BOTH = 0.5
 
 
 @torch.no_grad()
+@lost_ranks_reported()
 def evaluate_model(
     model: GPTModel,
     distillation: Distillation,
@@ -64,6 +65,7 @@ def evaluate_model(
 
     Raises:
         DataError, CacheError: there is no held-out split, or one of its rows cannot be used; on every rank.
+        RemoteRankError: another rank died.
     """
     with fail_together("evaluation"):
         ids = samples.splits.get(SPLIT)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
-from megatron_kd.device import current_device, synchronize
+from megatron_kd.device import current_device, lost_ranks_reported, synchronize
 from megatron_kd.errors import KDError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.distill import Distillation
@@ -28,6 +28,7 @@ class StepResult:
     tokens: int
 
 
+@lost_ranks_reported()
 def train_step(
     recipe: Recipe, student: Student, distillation: Distillation, groups: ParallelGroups, batches: list[Batch]
 ) -> StepResult:
@@ -38,6 +39,7 @@ def train_step(
 
     Raises:
         KDError: the gradient is not finite; on every rank.
+        RemoteRankError: another rank died.
     """
 
     student.model.zero_grad_buffer()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 import torch
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.testing import run_distributed
+from megatron_kd.errors import RemoteRankError
+from megatron_kd.testing import RankFailedError, run_distributed
 from tests.assets import tiny_llama_folder, tiny_recipe
 from tests.models_oracles import tiny_gpt_oss_folder
 from tests.training_runs import Layout, Trainer, leave_layout, make_inputs, recipe_in
@@ -156,6 +159,17 @@ def found(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Layout
     return every
 
 
+def _dying_rank(rank: int, world: int, recipe: Path, folder: Path) -> None:
+    """The last stage dies between two steps; the first one writes down what it makes of that."""
+    trainer = Trainer(recipe_in(recipe, Layout(2, pp=2)))
+    trainer.step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RemoteRankError) as caught:
+        trainer.step()
+    (folder / "said").write_text(str(caught.value))
+
+
 def _equal(ours: dict[str, float], theirs: dict[str, float], names: tuple[str, ...] = LOSSES) -> None:
     assert {name: ours[name] for name in names} == pytest.approx({name: theirs[name] for name in names}, rel=1e-4)
 
@@ -189,6 +203,13 @@ def test_an_online_step_is_the_same_in_every_layout(
         _equal(alone, found[ALONE][0]["step"])
     for rank in found[layout]:
         _equal(rank[targets], alone)
+
+
+def test_a_stage_that_dies_ends_the_others_with_one_message(recipe: Path, found: object, tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match="rank 1 of 2 died with exit code -9"):
+        run_distributed(_dying_rank, 2, recipe, tmp_path)
+    said = (tmp_path / "said").read_text()
+    assert said.startswith("a rank of this job died or no longer answers") and said.count("look at its log") == 1
 
 
 def test_a_student_without_experts_learns_beside_a_teacher_that_spreads_them(
