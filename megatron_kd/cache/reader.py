@@ -24,6 +24,7 @@ from megatron_kd.cache.store import Cache, how_to_go_on, missing_samples, open_c
 from megatron_kd.errors import CacheError, ForeignRowError, StoreUnreachableError
 
 _OPEN_SHARDS = 64
+_OTHER_FILES = 128  # measured: a process that trains has 110 open beside its shards
 
 _READERS: weakref.WeakSet[CacheReader] = weakref.WeakSet()
 
@@ -49,8 +50,8 @@ class CacheReader:
         """Raises CacheError where ``path`` holds no cache. Missing rows are reported when they are read.
 
         Args:
-            open_shards: by default 64, or fewer where their files would be more than a third of those that the process
-                may have open.
+            open_shards: by default 64, or fewer where their files would be more than half of those that the process may
+                still have open beside what training takes.
         """
         self._cache = open_cache(path)
         self._coding = IdCoding(self._cache.rank_table)
@@ -189,11 +190,11 @@ def _too_many_open(error: BaseException | None) -> bool:
 
 
 def _affordable(cache: Cache) -> int:
-    """How many shards may be open at a time so that two thirds of the process's files remain for others."""
+    """How many shards may be open at a time so that the process has files left for all else it does."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if is_url(cache.location) or limit == resource.RLIM_INFINITY:
         return _OPEN_SHARDS
-    return min(_OPEN_SHARDS, limit // 3 // (len(cache.manifest.arrays) - len(BOUNDS)))
+    return min(_OPEN_SHARDS, (limit - _OTHER_FILES) // 2 // (len(cache.manifest.arrays) - len(BOUNDS)))
 
 
 def _reopen(path: str, open_shards: int | None) -> CacheReader:

@@ -367,9 +367,10 @@ def _links_followed(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         for part in (path, *path.parents):
             if part.is_symlink() and not os.path.exists(part):
+                what = "" if part == path else f"{path} cannot be read: "
                 raise StoreUnreachableError(
-                    f"{path} cannot be read: {part} is a link to {os.readlink(part)}, which is not there: is its disk "
-                    "mounted? If what it held is lost, remove the link"
+                    f"{what}{part} is a link to {os.readlink(part)}, which is not there: is its disk mounted? If what "
+                    "it held is lost, remove the link"
                 ) from error
         raise
 

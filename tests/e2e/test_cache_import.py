@@ -32,7 +32,7 @@ def test_tars_of_megatron_lm_become_a_cache_that_trains(tmp_path: Path) -> None:
     assert "import → " in done.stderr and "60/60 rows" in done.stderr
     again = succeed(warm(*command, "--trust-order", "--teacher", "tiny"))
     assert "60 rows of megatron-lm, 0 imported now, matched by their order, which was trusted" in again.stdout
-    one_error_line(warm(*command, "--trust-order", "--teacher", "another"), "teacher.name is 'tiny'", "'another'")
+    one_error_line(warm(*command, "--trust-order", "--teacher", "another"), "teacher.name there: 'tiny'", "'another'")
     succeed(warm("cache", "verify", tmp_path / "cache", "--level", "deep"))
 
     overrides = [f"teacher.cache={tmp_path / 'cache'}", "teacher.top_k=5", "training.train_iters=3"]

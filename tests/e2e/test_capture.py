@@ -166,7 +166,7 @@ def test_the_drift_between_the_engines(road: Path, tmp_path: Path) -> None:
     """An hf cache is another one than a Megatron cache, hardly differs from it, and trains as well."""
     recipe, cache = road / "recipe.yaml", tmp_path / "cache"
     done = warm("capture", recipe, *HF)
-    one_error_line(done, str(road / "cache"), "its teacher.engine is 'megatron', this run needs 'hf'")
+    one_error_line(done, str(road / "cache"), "teacher.engine there: 'megatron', needed by this run: 'hf'")
     succeed(warm("capture", recipe, f"teacher.cache={cache}", *HF))
     drift = json.loads(succeed(warm("cache", "drift", road / "cache", cache, "--json")).stdout)
     assert (drift["rows"], drift["positions"]) == (60, 60 * 48)

@@ -56,7 +56,7 @@ def test_every_value_type_is_captured_verified_and_trained_on(road: Path, tmp_pa
     assert json.loads(succeed(warm("train", recipe, *overrides, *run)).stdout)["finished"]
     one_error_line(
         warm("capture", recipe, f"teacher.cache={cache}"),
-        f"its value_dtype is '{value_dtype}', this run needs 'float16'",
+        f"value_dtype there: '{value_dtype}', needed by this run: 'float16'",
     )
 
 

@@ -79,10 +79,10 @@ def test_second_create_opens_the_first(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": 6}, "its top_k is 5, this run needs 6"),
-        ({"teacher": {"name": "teacher", "sha256": "99"}}, "its teacher.sha256 is '12ab', this run needs '99'"),
-        ({"corpus": {"hash": "x"}}, "its corpus.hash is None, this run needs 'x'"),
-        ({"temperatures": (1.0, 2.0)}, r"its temperatures is \[1.0\], this run needs \[1.0, 2.0\]"),
+        ({"top_k": 6}, "top_k there: 5, needed by this run: 6"),
+        ({"teacher": {"name": "teacher", "sha256": "99"}}, "teacher.sha256 there: '12ab', needed by this run: '99'"),
+        ({"corpus": {"hash": "x"}}, "corpus.hash there: None, needed by this run: 'x'"),
+        ({"temperatures": (1.0, 2.0)}, r"temperatures there: \[1.0\], needed by this run: \[1.0, 2.0\]"),
     ],
 )
 def test_another_identity_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
@@ -167,7 +167,7 @@ def test_racing_creators(tmp_path: Path, differ: bool) -> None:
         results = _in_children(4, _create, tmp_path / str(attempt), differ)
         good = [result for result in results if isinstance(result, dict)]
         assert len(good) == (1 if differ else 4), results
-        assert all("holds another cache: its teacher.name is" in r for r in results if isinstance(r, str))
+        assert all("holds another cache: teacher.name there: " in r for r in results if isinstance(r, str))
 
 
 def _write(i: int, queue: Any, cache: Cache, rows: list[Row]) -> None:
