@@ -206,7 +206,7 @@ def test_sources_of_weights_that_do_not_fit(recipe: Path, tmp_path: Path) -> Non
     (folder / "config.json").write_text(json.dumps({**config, "model_type": "qwen2"}))
     refused(source, words=("'qwen2'", "family 'llama'"))
     (folder / "config.json").write_text(json.dumps({**config, "attention_bias": True}))
-    refused(source, words=("biases", "attention_bias"))
+    refused(source, words=("attention_bias True", "family 'llama'"))
     (folder / "config.json").write_text(json.dumps(config))
     weights = folder / "model.safetensors"
     os.truncate(weights, weights.stat().st_size // 2)
