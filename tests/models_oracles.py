@@ -153,8 +153,8 @@ def smollm2_hf_folder() -> Path:
     from megatron_kd.models.hf_source import resolve_source
 
     checkpoint = smollm2_checkpoint()
-    folder = ASSETS / "smollm2_hf"
-    with _locked("smollm2_hf"):
+    folder = ASSETS / "smollm2_dequantised"
+    with _locked("smollm2_dequantised"):
         if not (folder / "oracle.pt").exists():
             source = smollm2_model().hf
             assert source is not None
@@ -170,7 +170,9 @@ def smollm2_hf_folder() -> Path:
             folder.mkdir(exist_ok=True)
             state = {name: value for name, value in built.state_dict().items() if name != "lm_head.weight"}
             save_file(state, folder / "model.safetensors")
-            (folder / "config.json").write_text(json.dumps(json.loads(built.config.to_json_string(use_diff=False))))
+            config = json.loads(built.config.to_json_string(use_diff=False))
+            del config["quantization_config"]  # what the file was, not what these weights are
+            (folder / "config.json").write_text(json.dumps(config))
             torch.save({"tokens": ids, "logits": logits}, folder / "oracle.pt")
     return folder
 
