@@ -16,8 +16,13 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/shellcheck launch/*.sh .ci/run
 
+# Unit tests are one process each and run two at a time; the others start ranks of their own.
 test: lint
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q --durations=15
+	@status=0; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=5 tests/unit || status=1; \
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q --durations=15 \
+		tests/distributed tests/e2e tests/gpu || status=1; \
+	exit $$status
 
 format: setup
 	$(BIN)/ruff check --fix .

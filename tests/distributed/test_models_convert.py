@@ -23,10 +23,8 @@ MODELS = {
 CASES: list[tuple[str, dict[str, int]]] = [
     ("gpt_oss", {TP: 2, EP: 2}),
     ("gpt_oss", {PP: 2}),
-    ("gpt_oss", {EP: 2}),
     ("llama tied", {PP: 2}),
     ("llama tied", {}),  # two data-parallel ranks: the second writes nothing
-    ("qwen3", {TP: 2}),
 ]
 
 

@@ -29,9 +29,7 @@ DENSE: list[Layout] = [
     {},
     {TP: 2},
     {TP: 2, SP: True},
-    {TP: 4, SP: True},
     {PP: 2},
-    {CP: 2},
     {TP: 2, SP: True, PP: 2},
     {PP: 2, CP: 2},
 ]
@@ -40,13 +38,8 @@ EXPERTS: list[Layout] = [
     {EP: 2},
     {TP: 2, SP: True},
     {TP: 2, SP: True, EP: 2},
-    {TP: 2, SP: True, EP: 4},
     {PP: 2},
-    {PP: 4},
     {CP: 2},
-    {CP: 2, EP: 4},
-    {PP: 2, EP: 2},
-    {TP: 2, SP: True, PP: 2},
     {TP: 2, SP: True, PP: 2, EP: 2},
     {TP: 2, SP: True, CP: 2, EP: 2},
 ]
@@ -161,36 +154,27 @@ def parity_rank(
             model = ModelConfig.model_validate(values)
             oracle = torch.load(Path(folder) / "oracle.pt")
             built = imported(model, folder, parallelism, groups, trainable=True)
-            found[f"{Path(folder).name} {layout}"] = errors(built, model, oracle, groups)
+            found[f"{Path(folder).parent.name} {Path(folder).name} {layout}"] = errors(built, model, oracle, groups)
     return found
 
 
-@pytest.mark.parametrize("world", [4])
-def test_dense_models_equal_hugging_face_in_every_layout(world: int, tmp_path: Path) -> None:
-    models = variants(
-        tmp_path, [grouped_model(False, num_layers=4), grouped_model(num_layers=4), scaled_llama(num_layers=4)]
-    )
-    check(run_distributed(parity_rank, world, models, DENSE), len(models) * len(DENSE))
+DOCUMENTS = [5, 1, 27, 31]
+"""Lengths of the documents that a row is packed of; Hugging Face's model sees them one by one."""
 
 
-def test_qwen3_equals_hugging_face(tmp_path: Path) -> None:
-    models = variants(tmp_path, [tiny_qwen3(num_layers=4)], tokens=40)
-    layouts = [{}, {TP: 2}, {TP: 2, SP: True}, {PP: 2}, {CP: 2}]
-    check(run_distributed(parity_rank, 2, models, layouts), len(layouts))
+def test_dense_models_equal_hugging_face_in_every_layout(tmp_path: Path) -> None:
+    four = [grouped_model(False, num_layers=4), grouped_model(num_layers=4), scaled_llama(num_layers=4)]
+    models = variants(tmp_path / "whole", [*four, tiny_qwen3(num_layers=4)], tokens=40)
+    models += variants(tmp_path / "packed", [grouped_model(num_layers=2)], 64, documents=DOCUMENTS)
+    check(run_distributed(parity_rank, 4, models, DENSE), len(models) * len(DENSE))
 
 
 def test_gpt_oss_equals_hugging_face_in_every_layout(tmp_path: Path) -> None:
     # With this seed no activation of the 256,000 lies within 1e-4 of the clamp. With another one was 2e-6 beside it:
     # rounding then decides whether its gradient is 0 or 1, which shows as 2e-3 of a parameter's largest.
-    models = variants(tmp_path, [tiny_gpt_oss()], tokens=200, seed=12)
-    check(run_distributed(parity_rank, 4, models, EXPERTS, timeout_s=300.0), len(EXPERTS))
-
-
-def test_packed_documents_equal_each_document_alone(tmp_path: Path) -> None:
-    """The rows are four documents, whose borders lie anywhere; Hugging Face's model saw them one by one."""
-    models = variants(tmp_path, [tiny_gpt_oss(num_layers=2), grouped_model()], 64, documents=[5, 1, 27, 31])
-    layouts: list[Layout] = [{}, {CP: 2}, {TP: 2, SP: True}]
-    check(run_distributed(parity_rank, 2, models, layouts), len(models) * len(layouts))
+    models = variants(tmp_path / "whole", [tiny_gpt_oss()], tokens=200, seed=12)
+    models += variants(tmp_path / "packed", [tiny_gpt_oss(num_layers=2)], 64, documents=DOCUMENTS)
+    check(run_distributed(parity_rank, 4, models, EXPERTS, timeout_s=300.0), len(models) * len(EXPERTS))
 
 
 def check(ranks: list[dict[str, list[float]]], cases: int) -> None:

@@ -19,7 +19,7 @@ TIED = {"untie_embeddings_and_output_weights": False}  # two stages then hold th
 MODELS = {"gpt_oss": tiny_gpt_oss(), "llama": load_model("tiny_llama", ROOT).model_copy(update=TIED)}
 TWO: dict[str, list[dict[str, Any]]] = {
     "gpt_oss": [{}, {TP: 2, SP: True}, {PP: 2}, {EP: 2}],
-    "llama": [{TP: 2}, {PP: 2}],
+    "llama": [{PP: 2}],
 }
 FOUR = {PP: 2, EP: 2}
 BEFORE, ROWS, SEQ = 3, 4, 24

@@ -18,11 +18,9 @@ TOLERANCE = 1e-4
 ALONE = Layout(1)
 OTHERS = [
     Layout(1, micro=2),
-    Layout(1, micro=4),
     Layout(2, tp=2, sp=True),
     Layout(2, tp=2),
     Layout(2),
-    Layout(4, tp=4, sp=True, micro=2),
     Layout(4, tp=2, sp=True, micro=2),
     Layout(2, pp=2),
     Layout(4, tp=2, sp=True, pp=2, micro=2),

@@ -246,7 +246,7 @@ def test_folders_that_cannot_be_written(road: Path, recipe: Path, tmp_path: Path
     blocked.write_text("in the way")
     one_error_line(warm("train", recipe, f"run_dir={blocked / 'run'}"), str(blocked), "Not a directory")
     one_error_line(warm("prepare", recipe, f"data.samples={blocked / 's'}"), str(blocked), "exists")
-    one_error_line(warm("capture", recipe, f"teacher.cache={blocked / 'c'}"), str(blocked), "Not a directory")
+    one_error_line(warm("capture", recipe, f"teacher.cache={blocked / 'c'}"), str(blocked), "is a file")
     one_error_line(warm("convert", "import", recipe, f"teacher.checkpoint={blocked / 't'}"), "Not a directory")
     one_error_line(warm("compare", tmp_path, "--out", blocked), str(tmp_path), "not a run directory")
     if os.geteuid() != 0:  # root may write everywhere
