@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.hf_files import CONFIG, read_index, read_json, refuse_pointer
+from megatron_kd.models.hf_memory import TensorsInMemory
 from megatron_kd.models.hf_source_pickle import PickledWeights, pickle_files
 from megatron_kd.models.mxfp4 import QUANT_METHOD, MXFP4Weights
 
@@ -132,30 +133,18 @@ class SafetensorsFolder:
         return read_json(self.path / CONFIG)
 
 
-class GGUFFile:
+class GGUFFile(TensorsInMemory):
     """A GGUF file, dequantised to float32 by transformers. Reading it takes a while; it is done once, at the start."""
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoModelForCausalLM
 
-        self.path = path
         try:
             model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
         except Exception as error:  # a reader of bytes: a damaged file can make anything of it
             raise CheckpointError(f"{path} cannot be read as GGUF ({error}): fetch it again") from error
-        self._state: dict[str, Tensor] = model.state_dict()
+        super().__init__(path, model.state_dict())
         self._config: dict[str, Any] = model.config.to_dict()
-
-    def names(self) -> list[str]:
-        return sorted(self._state)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._state[name].dtype
-
-    def read(self, name: str, index: int | None = None) -> Tensor:
-        if name not in self._state:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}; its architecture is not the recipe's")
-        return self._state[name] if index is None else self._state[name][index]
 
     def config(self) -> dict[str, Any]:
         return self._config

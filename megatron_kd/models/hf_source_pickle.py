@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_kd.errors import CheckpointError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_files import CONFIG, read_index, read_json, refuse_pointer
+from megatron_kd.models.hf_memory import TensorsInMemory
 
 SUFFIXES = (".bin", ".pt", ".pth")
 INDEX = "pytorch_model.bin.index.json"
@@ -29,14 +30,13 @@ def pickle_files(path: Path) -> list[Path]:
     return sorted(file for file in path.glob("model*") if file.suffix in SUFFIXES)
 
 
-class PickledWeights:
+class PickledWeights(TensorsInMemory):
     """State dictionaries in one or several files, with config.json beside them. Tensors stay in the mapped files."""
 
     def __init__(self, path: Path, files: list[Path]) -> None:
         """Raises CheckpointError where a file is damaged, holds more than tensors, or one name is in two files."""
-        self.path = path
+        super().__init__(path, {})
         self._folder = path.parent if path.is_file() else path
-        self._state: dict[str, Tensor] = {}
         for file in files:
             for name, tensor in _load(file).items():
                 if not isinstance(name, str) or not isinstance(tensor, Tensor):
@@ -47,17 +47,6 @@ class PickledWeights:
                 if name in self._state:
                     raise CheckpointError(f"{file} holds {name!r}, which another file of {path} holds too")
                 self._state[name] = tensor
-
-    def names(self) -> list[str]:
-        return sorted(self._state)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._state[name].dtype
-
-    def read(self, name: str, index: int | None = None) -> Tensor:
-        if name not in self._state:
-            raise CheckpointError(f"{self.path} has no tensor {name!r}; its architecture is not the recipe's")
-        return self._state[name] if index is None else self._state[name][index]
 
     def config(self) -> dict[str, Any]:
         return read_json(self._folder / CONFIG)

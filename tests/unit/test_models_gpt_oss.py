@@ -9,31 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_kd.config import ModelConfig, ParallelismConfig
-from megatron_kd.device import select_device
 from megatron_kd.models import families
 from megatron_kd.models.build import build_model
 from megatron_kd.models.families import gpt_oss
 from megatron_kd.models.families.layouts import SAME, GateAndUp, InterleavedGateAndUp, Layout, Transposed
 from megatron_kd.models.hf_source import open_hf_weights
 from megatron_kd.models.load import load_hf_weights
-from megatron_kd.models.parallel import init_model_parallel
 from tests.models_oracles import random_hf_model, scaled_llama, tiny_gpt_oss, tiny_qwen3
 
 LENGTH = 200
 TOKENS = torch.randint(0, 1003, (2, LENGTH), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One rank."""
-    select_device("cpu")
-    if not dist.is_initialized():
-        store = tmp_path_factory.mktemp("rendezvous") / "store"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    return init_model_parallel(ParallelismConfig(), seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from megatron_kd.config import ModelConfig, ParallelismConfig
-from megatron_kd.device import select_device
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models import families
 from megatron_kd.models.build import build_model
@@ -25,22 +23,11 @@ from megatron_kd.models.flops import forward_flops_per_token, training_flops_per
 from megatron_kd.models.hf_config import check_architecture
 from megatron_kd.models.hf_source import SafetensorsFolder, open_hf_weights, weights_sha256
 from megatron_kd.models.load import load_hf_weights
-from megatron_kd.models.parallel import init_model_parallel
 from megatron_kd.models.parameters import places
 from megatron_kd.models.vocabulary import padded_vocab_size
 from tests.models_oracles import grouped_model, random_hf_model
 
 TOKENS = torch.randint(0, 331, (2, 24), generator=torch.Generator().manual_seed(4))
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One rank."""
-    select_device("cpu")
-    if not dist.is_initialized():
-        store = tmp_path_factory.mktemp("rendezvous") / "store"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    return init_model_parallel(ParallelismConfig(), seed=3)
 
 
 @pytest.fixture(scope="module")

@@ -5,16 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from megatron_kd.config import ModelConfig, ParallelismConfig, load_model
-from megatron_kd.device import select_device
+from megatron_kd.config import ModelConfig, load_model
 from megatron_kd.errors import CheckpointError
 from megatron_kd.models.build import build_on_meta
 from megatron_kd.models.counts import count_parameters, padding_parameters
 from megatron_kd.models.flops import training_flops_per_token
 from megatron_kd.models.hf_config import check_architecture, hf_config
-from megatron_kd.models.parallel import init_model_parallel
 from tests.assets import ROOT
 
 # Total and active parameters. GPT-OSS and Llama: the model cards, exact to the unit; SmolLM2: its files.
@@ -120,16 +117,6 @@ RELEASED = {
     },
     "qwen3_8b": QWEN3_8B,
 }
-
-
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """One rank."""
-    select_device("cpu")
-    if not dist.is_initialized():
-        store = tmp_path_factory.mktemp("rendezvous") / "store"
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    return init_model_parallel(ParallelismConfig(), seed=3)
 
 
 @pytest.mark.parametrize("name", COUNTS)
