@@ -23,6 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
+from xxhash import xxh3_128_hexdigest
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
@@ -30,7 +31,7 @@ from megatron_kd.errors import CheckpointError, DamagedCheckpointError
 from megatron_kd.files import fsync_directory, write_json
 from megatron_kd.models.checkpoint_files import check_content, check_files, describe_files, one_line
 
-MODEL_NOTE = "model.json"
+MODEL_NOTE, NOTE_HASH = "model.json", "xxh3_128"
 EXTRA_STATE = "_extra_state"
 
 
@@ -187,8 +188,14 @@ def _take_halves_apart(state: dict[str, Any]) -> None:
 
 
 def write_note(folder: Path, model: ModelConfig, files: dict[str, Any], note: dict[str, Any]) -> None:
-    """Writes ``model.json``: the architecture, the hashes of the files, and what else is given."""
-    write_json(folder / MODEL_NOTE, {"architecture": model.model_dump(mode="json"), **note, "files": files})
+    """Writes ``model.json``: the architecture, the hashes of the files, what else is given, and a hash of all that."""
+    content = {"architecture": model.model_dump(mode="json"), **note, "files": files}
+    write_json(folder / MODEL_NOTE, {**content, NOTE_HASH: _note_hash(content)})
+
+
+def _note_hash(content: dict[str, Any]) -> str:
+    """xxh3_128 (hexadecimal) of a note without its own hash, as JSON with sorted keys and no spaces."""
+    return xxh3_128_hexdigest(json.dumps(content, sort_keys=True, separators=(",", ":")).encode())
 
 
 def read_note(path: Path) -> dict[str, Any]:
@@ -212,6 +219,10 @@ def read_note(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path / MODEL_NOTE} is damaged: {error}") from None
     if not isinstance(note, dict) or not isinstance(note.get("architecture"), dict):
         raise DamagedCheckpointError(f"{path / MODEL_NOTE} is damaged: it does not describe a model")
+    # Notes of earlier versions have none.
+    noted = note.pop(NOTE_HASH, None)
+    if noted is not None and noted != _note_hash(note):
+        raise DamagedCheckpointError(f"{path / MODEL_NOTE} is damaged or was changed: it fails its own hash")
     return note
 
 

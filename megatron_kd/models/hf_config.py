@@ -6,6 +6,7 @@ from typing import Any
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.errors import CheckpointError
+from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.families import FAMILIES, family_of
 
 # Fields of every architecture, under the names of a Hugging Face configuration.
@@ -20,8 +21,8 @@ HF_KEYS = {
     "max_position_embeddings": "max_position_embeddings",
     "layernorm_epsilon": "rms_norm_eps",
 }
-# What transformers takes where a configuration is silent, but for head_dim and groups.
-_DEFAULTS = {"tie_word_embeddings": False, "rms_norm_eps": 1e-6}
+# What transformers takes where the scaling of the positions is silent; other keys must be said.
+_SCALING_DEFAULTS = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
 _NO_SCALING = (None, "default")
 
 
@@ -40,16 +41,16 @@ def check_architecture(model: ModelConfig, hf: dict[str, Any]) -> None:
             f"{model.family!r}: {what}"
         )
     family = family_of(model)
+    given = _resolved(model.family, hf)
     for key, wanted in family.hf_constants.items():
         value = wanted(model) if callable(wanted) else wanted
-        if hf.get(key, value) not in (value, None):
+        if given.get(key, value) not in (value, None):
             raise CheckpointError(
-                f"the weights have {key} {hf[key]!r}, the family {model.family!r} is built with {value!r} for "
+                f"the weights have {key} {given[key]!r}, the family {model.family!r} is built with {value!r} for "
                 f"{model.name!r}: use other weights, or correct the model's file"
             )
-    given = _with_defaults(hf)
     keys = {**HF_KEYS, **family.hf_keys}
-    seen: dict[str, Any] = {ours: given[theirs] for ours, theirs in keys.items() if theirs in given}
+    seen: dict[str, Any] = {ours: given[theirs] for ours, theirs in keys.items() if given.get(theirs) is not None}
     seen["rotary_base"] = _rope(given)[0]
     seen["untie_embeddings_and_output_weights"] = not given["tie_word_embeddings"]
     for field, value in seen.items():
@@ -104,8 +105,14 @@ def _check_scaling(model: ModelConfig, theirs: dict[str, Any]) -> None:
             f"the weights use rotary scaling {kinds[0] or 'none'!r}, the model {model.name!r} says "
             f"{kinds[1] or 'none'!r}: correct rope_scaling in the model's file"
         )
+    theirs = {**_SCALING_DEFAULTS, **{key: value for key, value in theirs.items() if value is not None}}
     for key, value in ours.items():
-        if key in theirs and not _equal(value, theirs[key]):
+        if key not in theirs:
+            raise CheckpointError(
+                f"the weights do not say the rotary scaling's {key}, the model {model.name!r} says {value}: add it to "
+                "their config.json"
+            )
+        if not _equal(value, theirs[key]):
             raise CheckpointError(
                 f"the weights have the rotary scaling's {key} {theirs[key]}, the model {model.name!r} says {value}: "
                 "correct rope_scaling in the model's file"
@@ -115,11 +122,18 @@ def _check_scaling(model: ModelConfig, theirs: dict[str, Any]) -> None:
         raise CheckpointError(f"the weights set the rotary scaling's {odd[0]}, which this version does not build")
 
 
-def _with_defaults(hf: dict[str, Any]) -> dict[str, Any]:
-    """What transformers takes where a config.json is silent, as older ones are."""
-    given = {key: value for key, value in hf.items() if value is not None}
-    heads = given.get("num_attention_heads")
-    defaults: dict[str, Any] = {**_DEFAULTS, "num_key_value_heads": heads}
-    if heads and given.get("hidden_size"):
-        defaults["head_dim"] = given["hidden_size"] // heads
-    return {key: value for key, value in {**defaults, **given}.items() if value is not None}
+def _resolved(kind: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """A configuration as transformers understands it: its defaults where a config.json is silent, as older ones are,
+    its choice where one says a thing twice.
+
+    Raises:
+        CheckpointError: transformers refuses it.
+    """
+    from transformers import AutoConfig
+
+    values = {key: value for key, value in hf.items() if key not in ("model_type", "quantization_config")}
+    try:
+        resolved: dict[str, Any] = AutoConfig.for_model(kind, **values).to_dict()
+    except Exception as error:  # values of any type: there is no end to what a class makes of them
+        raise CheckpointError(f"the weights' config.json makes no sense to transformers: {one_line(error)}") from error
+    return resolved

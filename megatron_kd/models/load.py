@@ -9,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.errors import CheckpointError, KDError
-from megatron_kd.models.families import HEAD, Entry
+from megatron_kd.models.families import EMBEDDING, HEAD, Entry
 from megatron_kd.models.hf_config import check_architecture
 from megatron_kd.models.hf_source import HFWeights, StoredWeights
 from megatron_kd.models.parallel import ParallelGroups
@@ -36,6 +36,7 @@ def load_hf_weights(
     """
     check_architecture(model, weights.config())
     check_names(model, weights)
+    _check_repeated_head(model, weights)
     todo = list(places_in(built, model, groups))
     with progress("importing weights", len(todo), unit="tensors", enabled=show) as advance, torch.no_grad():
         for place, parameter in todo:
@@ -85,6 +86,18 @@ def stored_dtypes(model: ModelConfig, weights: StoredWeights) -> dict[Entry, tor
                 )
             found[place.entry] = torch.promote_types(found.get(place.entry, stored), stored)
     return found
+
+
+def _check_repeated_head(model: ModelConfig, weights: HFWeights) -> None:
+    """Some files repeat the embedding as the head of a tied model; another matrix there is a model that is not tied."""
+    (head,), (embedding,) = HEAD.hf, EMBEDDING.hf
+    if model.untie_embeddings_and_output_weights or head not in weights.names():
+        return
+    if not torch.equal(weights.read(head), weights.read(embedding)):
+        raise CheckpointError(
+            f"{weights.path} has {head!r} beside {embedding!r} with other values, but the model {model.name!r} is "
+            "tied: set untie_embeddings_and_output_weights to true"
+        )
 
 
 def check_names(model: ModelConfig, weights: HFWeights) -> None:

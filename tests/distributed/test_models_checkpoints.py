@@ -88,6 +88,7 @@ def _truncate(path: Path) -> None:
 
 def _forget_hashes(path: Path, zeros: str) -> None:
     note = json.loads((path / "model.json").read_text())
+    del note["xxh3_128"]
     del note["files"]
     (path / "model.json").write_text(json.dumps(note))
     (path / zeros).write_bytes(bytes((path / zeros).stat().st_size))

@@ -202,6 +202,7 @@ def _other_model(**changes: Any) -> Any:
     def change(folder: Path) -> Path:
         note = json.loads((folder / "copy/model.json").read_text())
         note["architecture"] |= changes
+        del note["xxh3_128"]  # as earlier versions wrote it: without a hash of its own
         (folder / "copy/model.json").write_text(json.dumps(note))
         return folder / "copy"
 
@@ -267,3 +268,21 @@ def test_what_is_no_size(text: str) -> None:
 def test_what_is_no_dtype() -> None:
     with pytest.raises(ConfigError, match="'int8', must be one of bf16, fp16, fp32"):
         parse_dtype("int8")
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [('"kv_channels": 10', '"kv_channels": 12'), ('"files"', '"fimes"'), ('"parameters": ', '"parameters": 1')],
+)
+def test_a_changed_note_is_damage(tmp_path: Path, old: str, new: str) -> None:
+    """model.json holds the architecture and the hashes of all other files; it has one of its own."""
+    from megatron_kd.models.checkpoint import read_note, write_note
+    from tests.models_oracles import grouped_model
+
+    write_note(tmp_path, grouped_model(), {}, {"parameters": 12})
+    assert read_note(tmp_path)["parameters"] == 12
+    note = (tmp_path / "model.json").read_text()
+    assert old in note
+    (tmp_path / "model.json").write_text(note.replace(old, new))
+    with pytest.raises(CheckpointError, match="fails its own hash"):
+        read_note(tmp_path)

@@ -111,6 +111,11 @@ def test_every_wrong_setting_shows_and_is_refused(
     with pytest.raises(CheckpointError, match=next(iter(changes))):
         logits_of(model, source, groups)
     monkeypatch.setattr("megatron_kd.models.load.check_architecture", lambda model, hf: None)
+    if "untie_embeddings_and_output_weights" in changes:
+        # A head of its own beside the embedding gives it away, whatever the configuration says.
+        with pytest.raises(CheckpointError, match=r"lm_head.weight.*other values.*is tied"):
+            logits_of(model, source, groups)
+        monkeypatch.setattr("megatron_kd.models.load._check_repeated_head", lambda model, weights: None)
     assert (logits_of(model, source, groups) - torch.load(source / "logits.pt")).abs().max() > 0.01
 
 

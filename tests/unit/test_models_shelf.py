@@ -32,6 +32,12 @@ YARN = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+
+
+def without(values: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
 GPT_OSS_20B: dict[str, Any] = {
     "model_type": "gpt_oss",
     "attention_bias": True,
@@ -157,7 +163,17 @@ def test_the_shelf_is_what_was_released(name: str) -> None:
         ("gpt_oss_20b", {"swiglu_limit": 6.0}, "swiglu_limit 6.0"),
         ("gpt_oss_20b", {"rope_scaling": {**YARN, "truncate": True}}, "truncate True"),
         ("gpt_oss_20b", {"rope_scaling": {**YARN, "factor": 16.0}}, "factor 16.0"),
-        ("gpt_oss_20b", {"rope_scaling": None}, "scaling 'none'"),
+        # What a config.json does not say is what transformers takes for it, and what it says twice is its choice.
+        ("gpt_oss_20b", {"rope_scaling": without(YARN, "truncate")}, "truncate True"),
+        ("gpt_oss_20b", {"rope_scaling": without(YARN, "original_max_position_embeddings")}, "original_max|no sense"),
+        (
+            "llama31_8b",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": YARN},
+            "rotary_base|'yarn'",
+        ),
+        ("llama31_8b", {"rope_scaling": None}, "scaling 'none'"),
+        ("llama31_8b", {"rope_scaling": "x"}, "makes no sense"),
+        ("llama31_8b", {"num_attention_heads": "four"}, "makes no sense|num_attention_heads"),
         ("gpt_oss_20b", {"model_type": "llama"}, "architecture 'llama'"),
         ("llama31_8b", {"rope_scaling": {**LLAMA_31_8B["rope_scaling"], "factor": 32.0}}, "factor 32.0"),
         ("llama31_8b", {"rope_scaling": {"type": "linear", "factor": 8.0}}, "scaling 'linear'"),
@@ -169,6 +185,24 @@ def test_the_shelf_is_what_was_released(name: str) -> None:
 def test_an_almost_right_configuration_is_refused(name: str, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         check_architecture(load_model(name, ROOT), {**RELEASED[name], **changes})
+
+
+@pytest.mark.parametrize(
+    ("key", "changes"),
+    [
+        ("sliding_window", {"window_size": 64}),
+        ("num_experts_per_tok", {"moe_router_topk": 2}),
+        ("layer_types", {"window_attn_skip_freq": 4}),
+        ("rms_norm_eps", {"layernorm_epsilon": 1e-6}),
+        ("swiglu_limit", {}),
+    ],
+)
+def test_silence_is_what_transformers_takes_for_it(key: str, changes: dict[str, Any]) -> None:
+    silent, model = without(GPT_OSS_20B, key), load_model("gpt_oss_20b", ROOT)
+    check_architecture(model, silent)
+    if changes:
+        with pytest.raises(CheckpointError, match=next(iter(changes)) if key != "layer_types" else key):
+            check_architecture(model.model_copy(update=changes), silent)
 
 
 def test_flops_are_those_of_the_public_cards() -> None:
