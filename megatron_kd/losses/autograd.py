@@ -21,6 +21,7 @@ from megatron_kd.losses.kernels import RowKernel
 from megatron_kd.losses.main_grad import accumulate_main_grad, check_main_grad, main_grad_of, wgrad_placeholder
 from megatron_kd.losses.output import DivergenceOutput
 from megatron_kd.losses.rows import output
+from megatron_kd.losses.sizes import logit_bytes
 from megatron_kd.losses.topk_kernel import TopKKernel
 from megatron_kd.targets import TopKTargets
 
@@ -42,9 +43,13 @@ def bytes_per_logit(
     """Bytes of all chunk buffers for one logit: the student's, the teacher's and the slope of a soft-cap, all of them
     twice where an exchange overlaps the next chunk, and on a GPU the 16-bit copy of dz for the gradient GEMMs."""
     slope = arguments.logit_softcap is not None and keeps_slope
-    buffers = (1 + isinstance(source, Head) + slope) * (1 + overlaps)
-    copy = 2 if hidden.device.type != "cpu" and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2 else 0
-    return buffers * arguments.dtype.itemsize + copy
+    return logit_bytes(
+        teacher=isinstance(source, Head),
+        slope=slope,
+        overlaps=overlaps,
+        itemsize=arguments.dtype.itemsize,
+        copies_narrow=hidden.device.type != "cpu" and hidden.dtype == weight.dtype and hidden.dtype.itemsize == 2,
+    )
 
 
 def plan_job(hidden: Tensor, weight: Tensor, source: Source, arguments: LossArguments, settings: Settings) -> FusedJob:

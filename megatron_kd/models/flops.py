@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from megatron_kd.config import ModelConfig
+from megatron_kd.config.gpus import GPUS
 
-# Dense bf16 peaks in FLOP/s, from the vendor's data sheets (without structured sparsity). Of other devices no MFU is
-# reported.
-PEAK_FLOPS = {"a100": 312e12, "h100": 989e12, "h200": 989e12, "b200": 2.25e15, "gb200": 2.5e15}
+# Dense bf16 peaks in FLOP/s. Of other devices no MFU is reported.
+PEAK_FLOPS = {name: gpu.peak_flops for name, gpu in GPUS.items()}
 
 
 def forward_flops_per_token(model: ModelConfig, seq_length: int) -> float:
@@ -22,11 +22,12 @@ def forward_flops_per_token(model: ModelConfig, seq_length: int) -> float:
     mlp = hidden * 3 * model.ffn_hidden_size * (model.moe_router_topk or 1)
     layers = 0.0
     for window in model.layer_windows():
-        layers += mlp + hidden * (q + 2 * kv) + q * hidden + 2 * q * _context(seq_length, window)
+        layers += mlp + hidden * (q + 2 * kv) + q * hidden + 2 * q * mean_context(seq_length, window)
     return 2.0 * (layers + hidden * model.vocab_size)
 
 
-def _context(seq_length: int, window: int | None) -> float:
+def mean_context(seq_length: int, window: int | None) -> float:
+    """The mean number of positions that a causal query sees."""
     if window is None or window >= seq_length:
         return seq_length / 2
     return window - window * (window - 1) / (2 * seq_length)

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from megatron_kd.config import load_recipe
-from megatron_kd.losses import DIVERGENCES, geometry, linear_topk_divergence, peak_extra_bytes
+from megatron_kd.losses import DIVERGENCES, linear_topk_divergence, peak_extra_bytes, sizes
 from megatron_kd.losses.divergences import make_divergence
-from megatron_kd.losses.geometry import LONG_CONTEXT_ROWS, chunk_rows
+from megatron_kd.losses.sizes import LONG_CONTEXT_ROWS, chunk_rows
 from megatron_kd.models.vocabulary import padded_vocab_size
 from megatron_kd.targets import TopKTargets
 from tests.assets import ROOT
@@ -209,7 +209,7 @@ def test_what_a_gpu_spends_on_reading_and_writing_dw() -> None:
     assert "5 % at 4,096 rows, 15 % at 1,280, 76 % at 256" in TEXT
     assert [round(100 * value) for value in share.values()] == [5, 15, 76]
     assert "64 on a CPU, 1,536 on a GPU" in TEXT
-    assert geometry.DEFAULT_CHUNK_BYTES == {"cpu": 64 << 20, "cuda": 1536 << 20}
+    assert sizes.DEFAULT_CHUNK_BYTES == {"cpu": 64 << 20, "cuda": 1536 << 20}
 
 
 def test_long_contexts_begin_where_the_page_says() -> None:

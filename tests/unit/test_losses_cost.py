@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_kd.losses import IMPLEMENTATIONS, peak_extra_bytes
-from megatron_kd.losses.geometry import chunk_rows, moved_rows, plan_rows, row_blocks, tile_shape
+from megatron_kd.losses.geometry import plan_rows, row_blocks
+from megatron_kd.losses.sizes import chunk_rows, moved_rows, tile_shape
 from tests.unit.test_losses_oracle import Case, make_case, tiles
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
-from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput, geometry
+from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput, geometry, sizes
 from megatron_kd.targets import TopKTargets
 
 METHODS = [
@@ -180,7 +180,7 @@ def tiles() -> Iterator[None]:
     """Within it, modes without a gradient in forward cut the vocabulary too, down to a single column."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(geometry, "LONG_CONTEXT_ROWS", 0)
-        patch.setattr(geometry, "_ROW_MULTIPLE", 1)
+        patch.setattr(sizes, "_ROW_MULTIPLE", 1)
         yield
 
 

@@ -1,0 +1,1 @@
+"""Memory, time and storage of a recipe before it runs, by arithmetic. Imports no torch."""

@@ -1,0 +1,58 @@
+"""Seconds of the loss of one micro batch: projections, and the passes over logits and dW.
+
+P = 2·N·D·Vl FLOP is one projection; docs/losses.md has their numbers by mode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_kd.config import Recipe
+from megatron_kd.config.gpus import GPU
+from megatron_kd.planning import efficiency
+from megatron_kd.planning.layout import Layout
+from megatron_kd.planning.loss_workspace import LossShape, LossWorkspace
+from megatron_kd.planning.work import projection_flops
+
+PROJECTIONS = {"single_pass": 3, "recompute": 4}
+"""Of fused; the references need three."""
+FUSED_BYTES = 22
+"""Passes over a logit: written, read for the sums, read and written for the gradient, rounded and read twice."""
+REFERENCE_BYTES = {"dense": 200, "forward_chunked": 60}
+"""The operators of autograd read and write float32 logits some fifty times, forward_chunked's copies fifteen times."""
+
+
+@dataclass(frozen=True)
+class LossTime:
+    """FLOPs and seconds of one micro batch's loss, forward and backward."""
+
+    flops: float
+    seconds: float
+
+
+def loss_time(recipe: Recipe, layout: Layout, gpu: GPU, mode: str, workspace: LossWorkspace) -> LossTime:
+    """The loss on a rank of the last stage.
+
+    The references multiply in float32, which torch does outside tensor cores: fused has 16-bit products with float32
+    output.
+    """
+    shape = LossShape.of(recipe, layout)
+    implementation = recipe.loss.implementation
+    student = projection_flops(recipe.student.model, layout)
+    teacher = projection_flops(recipe.teacher.model, layout) if shape.full else 0.0
+    logits = shape.tokens * shape.computed * (1 + shape.full)
+    if implementation == "fused":
+        flops = PROJECTIONS[mode] * student + (2 if mode == "recompute" else 1) * teacher
+        chunks = max(shape.tokens / max(workspace.chunk, 1), 1)
+        moved = FUSED_BYTES * logits + 8 * shape.rows * shape.hidden * chunks
+        rate = efficiency.LOSS_GEMM * gpu.peak_flops
+    else:
+        flops = 3 * student + teacher
+        moved = REFERENCE_BYTES[implementation] * logits
+        rate = efficiency.DENSE_GEMM * (gpu.float32_flops if layout.itemsize == 2 else gpu.peak_flops)
+    seconds = flops / rate + moved / (efficiency.MEMORY_BANDWIDTH * gpu.memory_bandwidth)
+    if layout.tp > 1:
+        # Hidden rows gathered and dH scattered (or summed).
+        sent = 2 * shape.tokens * shape.hidden * layout.itemsize * (layout.tp - 1) / layout.tp
+        seconds += sent / (efficiency.LINK * gpu.link_bandwidth) * efficiency.TENSOR_PARALLEL_EXPOSED
+    return LossTime(flops, seconds)

@@ -1,0 +1,154 @@
+"""Memory of the fullest rank, part by part, at the moment when it is fullest.
+
+A pipeline stage has up to three such moments in a step: the teacher's forward pass (online), the loss of the youngest
+micro batch (last stage), and the backward pass of its last layer. Weights, gradients and optimizer are there in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megatron_kd.config import ModelConfig, Recipe
+from megatron_kd.losses.sizes import DEFAULT_CHUNK_BYTES
+from megatron_kd.planning.activations import stage_activations
+from megatron_kd.planning.device import device_of
+from megatron_kd.planning.efficiency import COMMUNICATOR_GIB, CONTEXT_GIB, FRAGMENTATION, GIB, HOST_CPU_GIB
+from megatron_kd.planning.layout import Layout
+from megatron_kd.planning.loss_workspace import LossShape, loss_workspace, resolved_mode, target_bytes
+from megatron_kd.planning.parameters import Parameters, rank_parameters
+from megatron_kd.planning.recomputation import Recomputation
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "loss_workspace", "teacher", "reserve")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on a rank of one stage.
+
+    Attributes:
+        moment: ``teacher``, ``loss`` or ``backward``.
+        parts: by the names of ``PARTS``.
+        limit: of the device; infinite on a CPU.
+        host_prefetch: targets that are read ahead, in the host's memory for each rank.
+    """
+
+    stage: int
+    moment: str
+    parts: dict[str, float]
+    limit: float
+    host_prefetch: float
+
+    @property
+    def total(self) -> float:
+        """All parts."""
+        return sum(self.parts.values())
+
+    @property
+    def fits(self) -> bool:
+        """Whether the device has so much."""
+        return self.total <= self.limit
+
+
+def plan_memory(recipe: Recipe) -> Memory:
+    """The fullest moment of the fullest stage."""
+    return max(moments(recipe), key=lambda moment: moment.total)
+
+
+def moments(recipe: Recipe) -> Iterator[Memory]:
+    """All moments of all stages."""
+    layout, recomputation = Layout.of(recipe), Recomputation.of(recipe)
+    model = recipe.student.model
+    shape = LossShape.of(recipe, layout)
+    workspace = loss_workspace(shape, recipe.loss.implementation, resolved_mode(recipe, shape), recipe.loss.chunk_mib)
+    prefetch = _prefetch(recipe, layout, shape)
+    limit = device_of(recipe).memory_gib * GIB
+    for stage in range(layout.pp):
+        last = stage == layout.pp - 1
+        static = _static(rank_parameters(model, layout, stage), layout)
+        activations = stage_activations(model, layout, recomputation, stage)
+        teacher = _teacher_weights(recipe, layout, stage)
+        held = _teacher_states(recipe, layout) if last else 0.0
+        largest = rank_parameters(model, layout, stage).largest * layout.itemsize
+        found = [
+            (
+                "backward",
+                0.0 if layout.itemsize == 4 else largest,
+                activations.kept + activations.backward,
+                workspace.held + target_bytes(shape) if last else 0.0,
+                teacher + held,
+            )
+        ]
+        if last:
+            found.append(("loss", 0.0, activations.kept, workspace.peak + target_bytes(shape), teacher + held))
+        if recipe.teacher.mode == "online":
+            forward = stage_activations(recipe.teacher.model, layout, Recomputation(), stage).forward
+            chunk = _extraction(recipe, shape) if last and recipe.teacher.targets == "top_k" else 0.0
+            found.append(("teacher", 0.0, 0.0, 0.0, teacher + held + max(forward, chunk)))
+        for moment, gradient, activation, loss, teaching in found:
+            parts = {
+                **static,
+                "gradients": static["gradients"] + gradient,
+                "activations": activation,
+                "loss_workspace": loss,
+                "teacher": teaching,
+            }
+            moving = gradient + activation + loss + teaching - teacher
+            parts["reserve"] = _reserve(recipe, layout, moving)
+            yield Memory(stage, moment, {name: parts[name] for name in PARTS}, limit, prefetch)
+
+
+def _static(held: Parameters, layout: Layout) -> dict[str, float]:
+    """Weights in DDP's buffer, float32 gradients beside them, and the optimizer's shard.
+
+    Of bf16 weights that is a float32 copy and Adam's two moments, 12 bytes; float32 weights need no copy, 8.
+    """
+    state = 12 if layout.itemsize == 2 else 8
+    shards = held.dense_buffer / layout.dense_shards
+    shards += held.experts_buffer / layout.expert_shards(held.experts > 0)
+    return {
+        "weights": held.buffer * layout.itemsize,
+        "gradients": held.buffer * 4.0,
+        "optimizer": shards * state,
+    }
+
+
+def _teacher_weights(recipe: Recipe, layout: Layout, stage: int) -> float:
+    if recipe.teacher.mode != "online":
+        return 0.0
+    return rank_parameters(recipe.teacher.model, layout, stage).total * layout.itemsize
+
+
+def _teacher_states(recipe: Recipe, layout: Layout) -> float:
+    """What the teacher leaves for the loss: hidden states of one micro batch, through several stages of all of them."""
+    if recipe.teacher.mode != "online" or recipe.teacher.targets != "full":
+        return 0.0
+    together = layout.microbatches if layout.pp > 1 else 1
+    return together * layout.slice_tokens * recipe.teacher.model.hidden_size * layout.itemsize
+
+
+def _extraction(recipe: Recipe, shape: LossShape) -> float:
+    """The chunk of logits an online teacher picks its top K from."""
+    if recipe.loss.chunk_mib is not None:
+        return recipe.loss.chunk_mib * 2**20
+    return min(DEFAULT_CHUNK_BYTES[shape.device], shape.tokens * shape.rows * 4)
+
+
+def _prefetch(recipe: Recipe, layout: Layout, shape: LossShape) -> float:
+    """Micro batches ready or being read: tokens, labels, weights and targets."""
+    ahead = max(recipe.data.prefetch_batches * layout.microbatches, recipe.data.num_workers)
+    cached = target_bytes(shape) if recipe.teacher.mode == "offline" else 0.0
+    return ahead * (layout.tokens * 20 + cached)
+
+
+def _reserve(recipe: Recipe, layout: Layout, moving: float) -> float:
+    if recipe.cluster.gpu == "cpu":
+        return HOST_CPU_GIB * GIB
+    sizes = (layout.tp, layout.cp, layout.pp, layout.dense_shards, layout.ep)
+    groups = sum(size > 1 for size in sizes) + (layout.world > 1)
+    return (CONTEXT_GIB + COMMUNICATOR_GIB * groups) * GIB + FRAGMENTATION * moving
+
+
+def model_weights(model: ModelConfig, layout: Layout) -> float:
+    """Bytes of the fullest rank's weights."""
+    return max(rank_parameters(model, layout, stage).total for stage in range(layout.pp)) * layout.itemsize

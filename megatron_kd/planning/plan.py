@@ -1,0 +1,99 @@
+"""A recipe's plan: memory, time, cache and GPU-hours in one record."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_kd.config import Recipe
+from megatron_kd.planning.cache_size import CacheSize, plan_cache
+from megatron_kd.planning.efficiency import GIB
+from megatron_kd.planning.layout import Layout
+from megatron_kd.planning.memory import Memory, plan_memory
+from megatron_kd.planning.parameters import rank_parameters, whole_model
+from megatron_kd.planning.step_time import StepTime, capture_seconds, plan_step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a recipe will take."""
+
+    recipe: Recipe
+    memory: Memory
+    step: StepTime
+    cache: CacheSize
+
+    @property
+    def train_hours(self) -> float:
+        """GPU-hours of all steps."""
+        return self.step.seconds * self.recipe.training.train_iters * self.recipe.world_size / 3600
+
+    @property
+    def capture_hours(self) -> float:
+        """GPU-hours to capture the cache once, on the recipe's own ranks."""
+        return capture_seconds(self.recipe, self.cache.tokens) * self.recipe.world_size / 3600
+
+    def to_dict(self) -> dict[str, Any]:
+        """For ``--json``; GiB of 2^30 bytes."""
+        memory, step, recipe = self.memory, self.step, self.recipe
+        limit = None if math.isinf(memory.limit) else memory.limit / GIB
+        layout = Layout.of(recipe)
+        return {
+            "recipe": recipe.name,
+            "parameters": {
+                role: whole_model(model)
+                for role, model in (("teacher", recipe.teacher.model), ("student", recipe.student.model))
+            },
+            "parameters_per_rank": {
+                "student": max(rank_parameters(recipe.student.model, layout, s).total for s in range(layout.pp)),
+                "teacher": max(rank_parameters(recipe.teacher.model, layout, s).total for s in range(layout.pp)),
+            },
+            "layout": describe_layout(layout),
+            "memory": {
+                "gpu": recipe.cluster.gpu,
+                "gpu_gib": limit,
+                "limit_gib": limit,
+                "total_gib": memory.total / GIB,
+                "fits": memory.fits,
+                "parts_gib": {name: size / GIB for name, size in memory.parts.items()},
+                "host": {"cache_prefetch_gib": memory.host_prefetch / GIB},
+                "worst_stage": memory.stage,
+                "moment": memory.moment,
+            },
+            "time": {
+                "step_time_s": step.seconds,
+                "tflops_per_gpu": step.tflops_per_gpu,
+                "mfu": step.mfu,
+                "tokens_per_s": step.tokens_per_s,
+                "parts_s": dict(step.parts),
+                "student_flops": step.student_flops,
+                "loss_flops": step.loss_flops,
+            },
+            "cache": {
+                "tokens": self.cache.tokens,
+                "bytes": self.cache.bytes,
+                "bytes_per_token": self.cache.bytes_per_token,
+                "read_bytes_per_s": self.cache.bytes_per_token * step.tokens_per_s,
+            },
+            "gpu_hours": {"train": self.train_hours, "capture": self.capture_hours},
+        }
+
+
+def plan_recipe(recipe: Recipe) -> Plan:
+    """The plan of a checked recipe."""
+    return Plan(recipe, plan_memory(recipe), plan_step(recipe), plan_cache(recipe))
+
+
+def describe_layout(layout: Layout) -> dict[str, Any]:
+    """The sizes of a layout under short names."""
+    return {
+        "world": layout.world,
+        "tp": layout.tp,
+        "sp": layout.sequence_parallel,
+        "pp": layout.pp,
+        "cp": layout.cp,
+        "ep": layout.ep,
+        "dp": layout.dp,
+        "microbatches": layout.microbatches,
+    }
