@@ -8,7 +8,6 @@ rank, c rows in a chunk, K cached ids. Each figure is what the implementation in
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from megatron_kd.config import Recipe
 from megatron_kd.losses.sizes import (
@@ -53,7 +52,7 @@ class LossShape:
     top_k: int
     teacher_hidden: int | None
     itemsize: int
-    device: Literal["cpu", "cuda"]
+    on_cpu: bool
 
     @property
     def shard(self) -> int:
@@ -89,7 +88,7 @@ class LossShape:
             top_k=recipe.teacher.top_k,
             teacher_hidden=recipe.teacher.model.hidden_size if full else None,
             itemsize=layout.itemsize,
-            device="cpu" if recipe.cluster.gpu == "cpu" else "cuda",
+            on_cpu=recipe.cluster.gpu == "cpu",
         )
 
 
@@ -115,12 +114,17 @@ def loss_workspace(shape: LossShape, implementation: str, mode: str, chunk_mib: 
         mode: of fused, resolved: ``single_pass`` or ``recompute``.
         chunk_mib: None: the default of the device.
     """
-    budget = DEFAULT_CHUNK_BYTES[shape.device] if chunk_mib is None else int(chunk_mib * 2**20)
+    budget = default_budget(shape) if chunk_mib is None else int(chunk_mib * 2**20)
     if implementation == "dense":
         return _dense(shape)
     if implementation == "forward_chunked":
         return _forward_chunked(shape, budget)
     return _fused(shape, mode, budget)
+
+
+def default_budget(shape: LossShape) -> int:
+    """Bytes of the chunk buffers where a recipe gives none."""
+    return DEFAULT_CHUNK_BYTES["cpu" if shape.on_cpu else "cuda"]
 
 
 def resolved_mode(recipe: Recipe, shape: LossShape, in_flight: int = 1) -> str:
@@ -144,7 +148,7 @@ def _narrowed(shape: LossShape) -> float:
 
 
 def _fused(shape: LossShape, mode: str, budget: int) -> LossWorkspace:
-    narrow = shape.device == "cuda" and shape.itemsize == 2
+    narrow = not shape.on_cpu and shape.itemsize == 2
     overlaps = shape.tp > 1
     per_logit = logit_bytes(teacher=shape.full, slope=False, overlaps=overlaps, itemsize=FLOAT, copies_narrow=narrow)
     width = shape.computed
@@ -159,7 +163,7 @@ def _fused(shape: LossShape, mode: str, budget: int) -> LossWorkspace:
     copy = rows * width * 2 if narrow else 0
     forward = buffers * (1 + overlaps) + copy
     # Hidden rows as they are gathered, this chunk's and the next one's; dH of the chunk; ids and values on the K ids.
-    chunk = rows * shape.hidden * (FLOAT if shape.device == "cpu" else shape.itemsize)
+    chunk = rows * shape.hidden * (FLOAT if shape.on_cpu else shape.itemsize)
     chunk += 2 * rows * shape.hidden * shape.itemsize * (slices > 1) * (1 + shape.full)
     if not shape.full:
         chunk += rows * shape.top_k * 40
@@ -181,7 +185,7 @@ def _forward_chunked(shape: LossShape, budget: int) -> LossWorkspace:
         slope=False,
         overlaps=False,
         itemsize=FLOAT,
-        copies_narrow=shape.device == "cuda" and shape.itemsize == 2,
+        copies_narrow=not shape.on_cpu and shape.itemsize == 2,
     )
     rows = chunk_rows(shape.tokens, shape.shard * per_logit, budget)
     slices = shape.tp if shape.sequence_parallel else 1
@@ -191,7 +195,7 @@ def _forward_chunked(shape: LossShape, budget: int) -> LossWorkspace:
     copies = models * rows * shape.computed * FLOAT
     dh, dw = _gradients(shape)
     widened = _widened(shape, shape.hidden)
-    temporaries = _cpu_temporaries(shape, rows) if shape.full and shape.device == "cpu" else 0.0
+    temporaries = _cpu_temporaries(shape, rows) if shape.full and shape.on_cpu else 0.0
     forward = logits + copies + widened + _widened(shape, shape.teacher_hidden or 0) + temporaries
     # Backward frees a chunk's logits, and sums dW over chunks: two of them for a moment.
     backward = logits - copies + copies / models + 2 * dw + dh + widened
@@ -217,13 +221,13 @@ def _widened(shape: LossShape, width: int) -> float:
 
 
 def _cpu_panel(shape: LossShape) -> float:
-    widens = shape.device == "cpu" and shape.itemsize == 2
+    widens = shape.on_cpu and shape.itemsize == 2
     return min(_CPU_PANEL, shape.computed * shape.hidden * FLOAT) if widens else 0.0
 
 
 def _cpu_temporaries(shape: LossShape, rows: int) -> float:
     """The panel while logits are made, then of a pair of models one temporary of a block."""
-    if shape.device != "cpu":
+    if not shape.on_cpu:
         return 0.0
     row = shape.computed * FLOAT
     block = max(1, BLOCK_BYTES["cpu"] // (4 * row)) * row if shape.full else 0.0

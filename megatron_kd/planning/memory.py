@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_kd.config import ModelConfig, Recipe
-from megatron_kd.losses.sizes import DEFAULT_CHUNK_BYTES
 from megatron_kd.planning.activations import stage_activations
 from megatron_kd.planning.device import device_of
 from megatron_kd.planning.efficiency import COMMUNICATOR_GIB, CONTEXT_GIB, FRAGMENTATION, GIB, HOST_CPU_GIB
@@ -131,7 +130,7 @@ def _extraction(recipe: Recipe, shape: LossShape) -> float:
     """The chunk of logits an online teacher picks its top K from."""
     if recipe.loss.chunk_mib is not None:
         return recipe.loss.chunk_mib * 2**20
-    return min(DEFAULT_CHUNK_BYTES[shape.device], shape.tokens * shape.rows * 4)
+    return min(default_budget(shape), shape.tokens * shape.rows * 4)
 
 
 def _prefetch(recipe: Recipe, layout: Layout, shape: LossShape) -> float:
