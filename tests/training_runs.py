@@ -28,7 +28,7 @@ MASK_SEED = 11
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks and portions of one run; data parallelism is what tensor and pipeline parallelism leave of the world."""
+    """Ranks and portions of one run; data parallelism is what tensor, pipeline and context parallelism leave."""
 
     world: int
     tp: int = 1
@@ -36,6 +36,7 @@ class Layout:
     micro: int = 1
     pp: int = 1
     ep: int = 1
+    cp: int = 1
 
     def overrides(self) -> list[str]:
         """The overrides of a recipe that put it into this layout."""
@@ -43,6 +44,7 @@ class Layout:
             f"cluster.gpus_per_node={self.world}",
             f"parallelism.tensor_model_parallel_size={self.tp}",
             f"parallelism.pipeline_model_parallel_size={self.pp}",
+            f"parallelism.context_parallel_size={self.cp}",
             f"parallelism.expert_model_parallel_size={self.ep}",
             f"parallelism.sequence_parallel={str(self.sp).lower()}",
             f"training.micro_batch_size={self.micro}",
@@ -50,8 +52,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = [f"TP {self.tp}{' + SP' if self.sp else ''}"]
-        axes += [f"{name} {size}" for name, size in (("PP", self.pp), ("EP", self.ep)) if size > 1]
-        return ", ".join([*axes, f"DP {self.world // self.tp // self.pp}", f"micro batch {self.micro}"])
+        axes += [f"{name} {size}" for name, size in (("PP", self.pp), ("CP", self.cp), ("EP", self.ep)) if size > 1]
+        return ", ".join([*axes, f"DP {self.world // (self.tp * self.pp * self.cp)}", f"micro batch {self.micro}"])
 
 
 def recipe_in(recipe: Path, layout: Layout, *overrides: str) -> Recipe:

@@ -133,11 +133,12 @@ def _with_inputs(
     """The recipe with samples and a teacher that are there; what is not is made in ``folder``."""
     loaded = recipe_with(path, overrides, {})
     check_engine(loaded)
-    if loaded.parallelism.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"bench capture measures a teacher of one stage, parallelism.pipeline_model_parallel_size is "
-            f"{loaded.parallelism.pipeline_model_parallel_size}: set it to 1"
-        )
+    for axis, kind in (("pipeline_model", "of one stage"), ("context", "on whole rows")):
+        size = getattr(loaded.parallelism, f"{axis}_parallel_size")
+        if size > 1:
+            raise ConfigError(
+                f"bench capture measures a teacher {kind}, parallelism.{axis}_parallel_size is {size}: set it to 1"
+            )
     changes: dict[str, object] = {}
     if threads is not None:
         changes["training.threads"] = threads

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from math import gcd
+from math import gcd, lcm
 from typing import Literal
 
 from megatron_kd.config.base import Section
@@ -39,7 +39,7 @@ class ParallelismConfig(Section):
     pipeline_model_parallel_size: Positive = 1
     """Ranks that share the layers, as many on each."""
     context_parallel_size: Positive = 1
-    """Ranks that share each sequence in attention; above 1 not available yet."""
+    """Ranks that share each sequence; they exchange keys and values in attention."""
     expert_model_parallel_size: Positive = 1
     """Ranks that share the experts; all of one pipeline stage, whatever rows they have."""
     expert_tensor_parallel_size: Positive = 1
@@ -54,8 +54,6 @@ class ParallelismConfig(Section):
 
     def problems(self, cluster: ClusterConfig, seq_length: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
         """What is wrong with this layout; ``models`` maps the dotted key of each model to it."""
-        if self.context_parallel_size > 1:
-            yield (f"parallelism.context_parallel_size {self.context_parallel_size} is not available yet: set it to 1")
         if self.expert_tensor_parallel_size > 1:
             yield (
                 f"parallelism.expert_tensor_parallel_size {self.expert_tensor_parallel_size} is not available: "
@@ -74,16 +72,7 @@ class ParallelismConfig(Section):
                 "parallelism.sequence_parallel needs parallelism.tensor_model_parallel_size above 1, not 1: "
                 "set sequence_parallel to false"
             )
-        if self.sequence_parallel and seq_length % tp:
-            yield (
-                f"data.seq_length {seq_length} must be a multiple of parallelism.tensor_model_parallel_size {tp} "
-                f"with sequence_parallel: use {max(seq_length // tp, 1) * tp}"
-            )
-        if cp > 1 and seq_length % (2 * cp):
-            yield (
-                f"data.seq_length {seq_length} must be a multiple of 2 × parallelism.context_parallel_size {cp}: "
-                f"use {max(seq_length // (2 * cp), 1) * 2 * cp}"
-            )
+        yield from self._length_problems(seq_length)
         seen: list[dict[str, int]] = []
         for where, model in models.items():
             widths = _split_widths(model)
@@ -96,6 +85,21 @@ class ParallelismConfig(Section):
                     f"({model.name}): set it to one of {_divisors(model.num_layers)}"
                 )
         yield from self._expert_problems(cluster, models)
+
+    def _length_problems(self, seq_length: int) -> Iterator[str]:
+        tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
+        chunks, slices = (2 * cp if cp > 1 else 1), (tp * cp if self.sequence_parallel else 1)
+        fits = lcm(chunks, slices)
+        use = f"use {max(seq_length // fits, 1) * fits}"
+        if seq_length % slices:
+            of = f"parallelism.tensor_model_parallel_size {tp}"
+            if cp > 1:
+                of += f" × context_parallel_size {cp} = {slices}"
+            yield f"data.seq_length {seq_length} must be a multiple of {of} with sequence_parallel: {use}"
+        if seq_length % chunks:
+            yield (
+                f"data.seq_length {seq_length} must be a multiple of 2 × parallelism.context_parallel_size {cp}: {use}"
+            )
 
     def _expert_problems(self, cluster: ClusterConfig, models: Mapping[str, ModelConfig]) -> Iterator[str]:
         ep, key = self.expert_model_parallel_size, "parallelism.expert_model_parallel_size"

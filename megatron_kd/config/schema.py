@@ -86,7 +86,7 @@ class Recipe(Section):
     def _check(self, info: ValidationInfo) -> Self:
         problems = list(self._problems())
         if (info.context or {}).get("trains", True):
-            problems += self.training.problems(self.cluster, self.parallelism)
+            problems += self.training.problems(self.cluster, self.parallelism, self.student.model)
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from megatron_kd.config.base import Section
 from megatron_kd.config.layout import ClusterConfig, ParallelismConfig
-from megatron_kd.config.model import Positive
+from megatron_kd.config.model import ModelConfig, Positive
+from megatron_kd.config.recompute import RecomputeModule, recompute_problems, with_recompute_defaults
 
 NonNegative = Annotated[int, Field(ge=0)]
 
@@ -30,8 +31,25 @@ class TrainingConfig(Section):
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each rank; null: chosen from the machine."""
 
-    def problems(self, cluster: ClusterConfig, parallelism: ParallelismConfig) -> Iterator[str]:
-        """What is wrong between the batch and the layout."""
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """What the student's backward pass computes again instead of keeping it: whole layers (full: the least memory), or
+    recompute_modules of every layer (selective); null: nothing. The loss never is."""
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Of full: every layer, in units of recompute_num_layers (uniform, the default), or the first recompute_num_layers
+    of each pipeline stage (block)."""
+    recompute_num_layers: Positive | None = None
+    """Of full: layers of a unit, or of a stage; by default 1."""
+    recompute_modules: Annotated[list[RecomputeModule], Field(min_length=1)] | None = None
+    """Of selective: core_attn (the default), layernorm, mlp (of models without experts), moe (the router and all
+    experts) and moe_act (the experts' activation, on a GPU with Transformer Engine)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_defaults(cls, values: Any) -> Any:
+        return with_recompute_defaults(values) if isinstance(values, dict) else values
+
+    def problems(self, cluster: ClusterConfig, parallelism: ParallelismConfig, student: ModelConfig) -> Iterator[str]:
+        """What is wrong between batch, layout and recomputation."""
         dp = max(cluster.world_size // parallelism.model_parallel_size, 1)
         portion = self.micro_batch_size * dp
         if self.global_batch_size % portion:
@@ -40,6 +58,7 @@ class TrainingConfig(Section):
                 f"{self.micro_batch_size} × dp {dp} = {portion}: use "
                 f"{max(round(self.global_batch_size / portion), 1) * portion}"
             )
+        yield from recompute_problems(self, cluster, parallelism, student)
 
 
 class OptimizerConfig(Section):

@@ -9,7 +9,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import RowParallelLinear
 from megatron.core.transformer import TransformerConfig
 
-from megatron_kd.config import ModelConfig, ParallelismConfig
+from megatron_kd.config import ModelConfig, ParallelismConfig, TrainingConfig
 from megatron_kd.config.rope import Llama3RopeScaling
 from megatron_kd.device import current_device
 from megatron_kd.models.parallel import ParallelGroups
@@ -30,6 +30,7 @@ def build_model(
     *,
     trainable: bool,
     initialize: bool = True,
+    training: TrainingConfig | None = None,
 ) -> GPTModel:
     """A randomly initialised model, this rank's shard of it, on this rank's device.
 
@@ -38,8 +39,9 @@ def build_model(
     Args:
         trainable: False for a teacher: no gradients, evaluation mode.
         initialize: False where every parameter is filled next: their memory is then not touched before.
+        training: says what the backward pass computes again; None: nothing.
     """
-    config = transformer_config(model, parallelism, precision)
+    config = transformer_config(model, parallelism, precision, training)
     config.perform_initialization = initialize
     built = _build(model, config, groups)
     built.to(device=current_device(), dtype=params_dtype(precision))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -12,6 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from megatron_kd.config import ParallelismConfig
+from megatron_kd.data.context_slice import ContextSlice
 from megatron_kd.errors import LaunchError
 
 
@@ -23,7 +25,7 @@ class ParallelGroups:
         collection: Megatron-Core's own collection, given to the model and the optimizer.
         tp_group: None when tensor parallelism is 1, so that single-rank code never touches a collective.
         pp_group: the stages of one pipeline.
-        cp_rank, cp_size: the part of each sequence that this rank holds.
+        cp_group: the ranks that share each sequence; cp_rank, cp_size: the part of it that this rank holds.
         ep_rank, ep_size: the part of the experts that this rank holds; etp_rank, etp_size: of each expert's matrices.
         dp_group: the ranks among which a batch is spread, context-parallel ranks included.
         dp_rank, dp_size: which rows of a batch this rank has; context-parallel ranks have the same.
@@ -36,6 +38,7 @@ class ParallelGroups:
     pp_group: dist.ProcessGroup
     pp_rank: int
     pp_size: int
+    cp_group: dist.ProcessGroup
     cp_rank: int
     cp_size: int
     ep_rank: int
@@ -56,6 +59,17 @@ class ParallelGroups:
     def is_last_stage(self) -> bool:
         """Whether this rank has the head, and with it the loss."""
         return self.pp_rank == self.pp_size - 1
+
+    @property
+    def context(self) -> ContextSlice:
+        """The positions of every row that this rank works on."""
+        return ContextSlice(self.cp_rank, self.cp_size)
+
+    @property
+    def length_multiple(self) -> int:
+        """What the length of a row must be a multiple of, so that all ranks have equal parts of it."""
+        chunks = 2 * self.cp_size if self.cp_size > 1 else 1
+        return math.lcm(chunks, self.cp_size * self.tp_size if self.sequence_parallel else 1)
 
     @property
     def is_first_tp_rank(self) -> bool:
@@ -119,6 +133,7 @@ def init_model_parallel(
         pp_group=parallel_state.get_pipeline_model_parallel_group(),
         pp_rank=parallel_state.get_pipeline_model_parallel_rank(),
         pp_size=pp,
+        cp_group=parallel_state.get_context_parallel_group(),
         cp_rank=parallel_state.get_context_parallel_rank(),
         cp_size=cp,
         ep_rank=parallel_state.get_expert_model_parallel_rank(),

@@ -25,7 +25,7 @@ def router_mass(built: GPTModel, model: ModelConfig, groups: ParallelGroups, row
     experts of a layer they add up to 1.
 
     Args:
-        built: a model with experts, in evaluation mode, of any layout without context parallelism.
+        built: a model with experts, in evaluation mode, of any layout.
         rows: int64 [n, s], n ≥ 1, the same on all ranks; each data-parallel rank runs its share.
 
     Returns:
@@ -38,6 +38,7 @@ def router_mass(built: GPTModel, model: ModelConfig, groups: ParallelGroups, row
     # Tensor-parallel ranks see slices of the tokens under sequence parallelism, else all the same.
     counts = groups.sequence_parallel or groups.is_first_tp_rank
     counting = False
+    at = groups.context.positions(rows.shape[1])
 
     def add(layer: int, probabilities: Tensor) -> None:
         if counting:
@@ -46,9 +47,8 @@ def router_mass(built: GPTModel, model: ModelConfig, groups: ParallelGroups, row
     def forward(module: torch.nn.Module, row: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
         nonlocal counting
         counting = counts and row < len(rows)
-        tokens = rows[row % len(rows)][None].to(current_device())
-        positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        return module(tokens, positions, None, output_processor=_no_logits), _no_loss
+        tokens = rows[row % len(rows), at][None].to(current_device())
+        return module(tokens, at[None].to(current_device()), None, output_processor=_no_logits), _no_loss
 
     with _hooked(built, add):
         run_schedule(built, groups, mine, forward, seq_length=rows.shape[1], micro_batch_size=1, forward_only=True)

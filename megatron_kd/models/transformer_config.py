@@ -8,7 +8,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
-from megatron_kd.config import ModelConfig, ParallelismConfig
+from megatron_kd.config import RECOMPUTE_KEYS, ModelConfig, ParallelismConfig, TrainingConfig
 from megatron_kd.device import is_cuda
 from megatron_kd.models.families import family_of
 from megatron_kd.models.families.gpt_oss import GPT_OSS
@@ -22,11 +22,19 @@ def params_dtype(precision: Precision) -> torch.dtype:
     return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
-def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, precision: Precision) -> TransformerConfig:
+def transformer_config(
+    model: ModelConfig,
+    parallelism: ParallelismConfig,
+    precision: Precision,
+    training: TrainingConfig | None = None,
+) -> TransformerConfig:
     """The configuration of a decoder: RMSNorm, SwiGLU, grouped queries and rotary positions, and what its family adds.
 
     Fusions that need CUDA kernels are on only there. Dropout is 0 everywhere: distillation trains against a fixed
     teacher, and Megatron-Core's random states are not forked on the CPU.
+
+    Args:
+        training: says what the backward pass computes again; None: nothing.
     """
     cuda = is_cuda()
     family = family_of(model)
@@ -73,6 +81,8 @@ def transformer_config(model: ModelConfig, parallelism: ParallelismConfig, preci
         # Sinks are exchanged along heads; without them keys and values travel round the ranks.
         "cp_comm_type": "a2a" if family is GPT_OSS else "p2p",
     }
+    if training is not None:
+        fields |= {key: getattr(training, key) for key in RECOMPUTE_KEYS}
     config = TransformerConfig(**{**fields, **family.transformer(model)})
     set_yarn(config, model)
     return config

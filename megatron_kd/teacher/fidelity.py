@@ -105,8 +105,8 @@ def measure_fidelity(
 
 
 def _check_layout(recipe: Recipe) -> None:
-    """Ranks go through rows of their own, one at a time: they share neither layers nor experts."""
-    for axis in ("pipeline_model", "expert_model"):
+    """Ranks go through rows of their own, one at a time: they share neither layers nor positions nor experts."""
+    for axis in ("pipeline_model", "context", "expert_model"):
         size = getattr(recipe.parallelism, f"{axis}_parallel_size")
         if size > 1:
             raise ConfigError(

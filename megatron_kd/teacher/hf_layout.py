@@ -18,12 +18,12 @@ def check_layout(recipe: Recipe, *, sources: str, spread: str, value: object, al
     engine = recipe.teacher.engine
     if recipe.teacher.model.hf is None:
         raise ConfigError(f"teacher.engine is {engine}, but teacher.model.hf is not set: name {sources}")
-    for axis in ("tensor", "pipeline", "expert"):
-        size = getattr(recipe.parallelism, f"{axis}_model_parallel_size")
+    for axis in ("tensor_model", "pipeline_model", "context", "expert_model"):
+        size = getattr(recipe.parallelism, f"{axis}_parallel_size")
         if size > 1:
             also = " (and sequence_parallel to false)" if recipe.parallelism.sequence_parallel else ""
             raise ConfigError(
-                f"teacher.engine {engine} captures at parallelism.{axis}_model_parallel_size 1, not {size}: capture "
+                f"teacher.engine {engine} captures at parallelism.{axis}_parallel_size 1, not {size}: capture "
                 f"with it set to 1{also}, the cache serves every layout; the teacher is spread over GPUs by {spread}"
             )
     gpus = recipe.cluster.gpus_per_node

@@ -20,7 +20,7 @@ from megatron_kd.models.checkpoint import load_weights, read_note
 from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.schedule import run_schedule
-from megatron_kd.teacher.rows import joined, padded
+from megatron_kd.teacher.rows import joined, of_whole_rows, padded
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
 
 ENGINE = "megatron"
@@ -65,7 +65,7 @@ class MegatronTeacher:
         """The last hidden states of micro batches, and this rank's shard of the head.
 
         Args:
-            micro_batches: at least one, of equal shape: int64 [b, s].
+            micro_batches: at least one, of equal shape: int64 [b, s], the s positions that a context-parallel rank has.
 
         Returns:
             For each hidden [s, b, D] (with sequence parallelism this rank's slice [s/tp, b, D]) and weight [Vl, D];
@@ -77,7 +77,7 @@ class MegatronTeacher:
         """The top-K targets of micro batches, at the recipe's temperatures.
 
         Args:
-            micro_batches: at least one, of equal shape: int64 [b, s].
+            micro_batches: at least one, of equal shape: int64 [b, s], the s positions that a context-parallel rank has.
 
         Returns:
             Of each the targets [N] = [s·b], sequence first; nothing on a stage before the last.
@@ -87,23 +87,28 @@ class MegatronTeacher:
     def top_k(self, tokens: Tensor) -> ExtractedTopK | None:
         """The top-K targets of every position, [N] = [s·b] sequence first; None on a stage before the last.
 
+        Context-parallel ranks bring and get whole rows.
+
         With several stages the rows go through them in micro batches of ``teacher.capture.micro_batch_size``, one
         behind the other.
 
         Args:
             tokens: int64 [b, s].
         """
-        rows = len(tokens)
+        rows, length = tokens.shape
         size = self._micro_batch_size if self._groups.pp_size > 1 else rows
-        parts = self.top_k_of(padded(tokens, -rows % size + rows).split(size))
-        return joined(parts, tokens.shape[1], rows) if parts else None
+        mine = tokens[:, self._groups.context.positions(length, tokens.device)] if self._groups.cp_size > 1 else tokens
+        parts = self.top_k_of(padded(mine, -rows % size + rows).split(size))
+        if not parts:
+            return None
+        return of_whole_rows(joined(parts, mine.shape[1], rows), mine.shape[1], self._groups.cp_group)
 
     @torch.no_grad()
     def _run[T](self, micro_batches: Sequence[Tensor], finish: Callable[[Tensor, Tensor], T]) -> list[T]:
         """What ``finish`` makes of the hidden states and the head, for each micro batch on the last stage."""
 
         def forward(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            positions = self._groups.context.positions(whole, tokens.device).expand_as(tokens)
             captured: dict[str, Tensor] = {}
 
             def keep(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
@@ -118,12 +123,13 @@ class MegatronTeacher:
             return model(tokens, positions, None, output_processor=keep), report
 
         rows, length = micro_batches[0].shape
+        whole = length * self._groups.cp_size
         return run_schedule(
             self.model,
             self._groups,
             micro_batches,
             forward,
-            seq_length=length,
+            seq_length=whole,
             micro_batch_size=rows,
             forward_only=True,
         )

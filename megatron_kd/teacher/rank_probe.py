@@ -50,7 +50,7 @@ def count_scored_ids(recipe: Recipe, samples: SampleSet, teacher: TeacherEngine,
         DataError: the samples cannot be read.
         RemoteRankError: another rank failed or died.
     """
-    chosen, prefix = probe_plan(len(samples), samples.seq_length, groups.tp_size if groups.sequence_parallel else 1)
+    chosen, prefix = probe_plan(len(samples), samples.seq_length, groups.length_multiple)
     mine = chosen[groups.dp_rank :: groups.dp_size]
     vocab_size, step = recipe.teacher.model.vocab_size, rows_at_once(recipe, groups)
     counts = np.zeros(vocab_size, np.int64)

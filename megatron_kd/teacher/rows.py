@@ -5,13 +5,15 @@ b rows, s positions, m rows of a micro batch, K kept tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
 from megatron_kd.config import Recipe
+from megatron_kd.models.context_parallel import gather_sequence
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.schedule import micro_batches_together
 from megatron_kd.targets import TopKTargets
@@ -46,25 +48,44 @@ def joined(parts: Sequence[ExtractedTopK], length: int, rows: int) -> ExtractedT
         rows: b, the first of all rows; those behind them are dropped.
     """
 
-    def join(tensors: Sequence[Tensor]) -> Tensor:
+    def join(*tensors: Tensor) -> Tensor:
         by_row = [tensor.unflatten(0, (length, -1)) for tensor in tensors]
         return torch.cat(by_row, dim=1)[:, :rows].flatten(0, 1)
 
     if len(parts) == 1 and len(parts[0].targets.ids) == length * rows:
         return parts[0]
+    return _each(join, parts)
+
+
+def of_whole_rows(part: ExtractedTopK, length: int, group: dist.ProcessGroup) -> ExtractedTopK:
+    """The answers for a context-parallel rank's positions → those for all, [s·b], the same on every rank.
+
+    Collective over the group.
+
+    Args:
+        part: [s/cp·b] positions, sequence first.
+        length: s/cp.
+    """
+    if group.size() == 1:
+        return part
+    return _each(lambda own: gather_sequence(own.unflatten(0, (length, -1)), group).flatten(0, 1), [part])
+
+
+def _each(make: Callable[..., Tensor], parts: Sequence[ExtractedTopK]) -> ExtractedTopK:
+    """An answer whose every tensor is made of that tensor of all parts."""
     targets = [part.targets for part in parts]
     others = {
         temperature: (
-            join([part.log_normalizers[temperature][0] for part in parts]),
-            join([part.log_normalizers[temperature][1] for part in parts]),
+            make(*[part.log_normalizers[temperature][0] for part in parts]),
+            make(*[part.log_normalizers[temperature][1] for part in parts]),
         )
         for temperature in parts[0].log_normalizers
     }
     return ExtractedTopK(
         TopKTargets(
-            join([t.ids for t in targets]),
-            join([t.logprobs for t in targets]),
-            join([t.tail_logmass for t in targets]),
+            make(*[t.ids for t in targets]),
+            make(*[t.logprobs for t in targets]),
+            make(*[t.tail_logmass for t in targets]),
             targets[0].temperature,
         ),
         others,

@@ -79,7 +79,7 @@ def attempt_score(
     Where ranks split the model, a failure is raised at once: peers that wait for this rank within the forward pass are
     told by its end alone.
     """
-    if groups.tp_size * groups.pp_size * groups.ep_size > 1:
+    if groups.tp_size * groups.pp_size * groups.cp_size * groups.ep_size > 1:
         return score(teacher, batch, at_least)
     return faults.attempt(SCORING, score, teacher, batch, at_least)
 

@@ -72,7 +72,7 @@ def evaluate_model(
         if not ids:
             raise DataError(f"{samples.path} has no held-out rows: set data.heldout_tokens and prepare again")
     # Targets are looked up where the loss is.
-    rows = HeldoutRows(samples, cached if groups.is_last_stage else None, ids, micro_batch_size)
+    rows = HeldoutRows(samples, cached if groups.is_last_stage else None, ids, micro_batch_size, groups.context)
     portions = rows.portions(groups.dp_rank, groups.dp_size)
     unigram = None
     if cached is not None and distillation.is_plain_bucket_kl:

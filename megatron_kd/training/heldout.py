@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from megatron_kd.data.batches import Batch, make_batch
 from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.context_slice import WHOLE, ContextSlice
 from megatron_kd.data.samples import SampleSet
 
 
@@ -21,12 +22,14 @@ class HeldoutRows:
     Attributes:
         ids: all rows of the split; at least one.
         cached: None where nobody looks at targets.
+        context: the positions of each row that this rank works on.
     """
 
     samples: SampleSet
     cached: CachedTargets | None
     ids: Sequence[int]
     micro_batch_size: int
+    context: ContextSlice = WHOLE
 
     def portions(self, dp_rank: int, dp_size: int) -> list[list[int]]:
         """This rank's portions of at most ``micro_batch_size`` rows, as many on every rank: the last may be empty."""
@@ -44,7 +47,7 @@ class HeldoutRows:
         # Repeated is a row of this portion: one that another rank reads is that rank's to complain about.
         filler = portion[-1] if portion else self.ids[0]
         size = self.micro_batch_size
-        batch = make_batch(self.samples, [*portion, *[filler] * (size - len(portion))], self.cached)
+        batch = make_batch(self.samples, [*portion, *[filler] * (size - len(portion))], self.cached, self.context)
         # Sequence first: the rows of the batch are columns here.
         batch.labels.view(-1, size)[:, len(portion) :] = -100
         batch.token_weights.view(-1, size)[:, len(portion) :] = 0.0

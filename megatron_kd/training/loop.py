@@ -161,7 +161,15 @@ def step_reader(session: Session) -> StepReader:
         shuffle=recipe.data.shuffle,
         global_batch_size=recipe.training.global_batch_size,
     )
-    return StepReader(session.samples, cached, order, groups.dp_rank, groups.dp_size, recipe.training.micro_batch_size)
+    return StepReader(
+        session.samples,
+        cached,
+        order,
+        groups.dp_rank,
+        groups.dp_size,
+        recipe.training.micro_batch_size,
+        groups.context,
+    )
 
 
 def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], Exception | None, bool]:

@@ -46,7 +46,14 @@ def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool 
         ConfigError, CheckpointError, DataError: no weights to start from, or of another model.
     """
     student = recipe.student
-    built = build_model(student.model, recipe.parallelism, groups, recipe.training.precision, trainable=True)
+    built = build_model(
+        student.model,
+        recipe.parallelism,
+        groups,
+        recipe.training.precision,
+        trainable=True,
+        training=recipe.training,
+    )
     if not with_weights:
         return built
     if student.from_teacher is not None:

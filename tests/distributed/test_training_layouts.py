@@ -24,6 +24,10 @@ OTHERS = [
     Layout(4, tp=2, sp=True, micro=2),
     Layout(2, pp=2),
     Layout(4, tp=2, sp=True, pp=2, micro=2),
+    Layout(2, cp=2, micro=2),
+    Layout(4, cp=2),
+    Layout(4, tp=2, sp=True, cp=2),
+    Layout(4, pp=2, cp=2),
 ]
 KINDS = ("untied", "tied")
 Curve = list[dict[str, float]]

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from megatron_kd.config import FromTeacherConfig, LossConfig, ModelConfig, Recipe, load_recipe
+from megatron_kd.config import RECOMPUTE_KEYS, FromTeacherConfig, LossConfig, ModelConfig, Recipe, load_recipe
 from megatron_kd.config.loss import RESTRICTED_TAILS, DivergenceName, TailName
 from megatron_kd.errors import ConfigError
 from megatron_kd.losses import DIVERGENCES, IMPLEMENTATIONS, TAILS
@@ -104,6 +104,39 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
             ["expert_tensor_parallel_size 2 is not available", "experts that have biases"],
         ),
         (["parallelism.sequence_parallel=true"], ["sequence_parallel needs", "above 1, not 1"]),
+        (["training.recompute_method=block"], ["recompute_method belongs to", "granularity full, which is null"]),
+        (
+            ["training={recompute_granularity: selective, recompute_num_layers: 2}"],
+            ["recompute_num_layers belongs to", "granularity full, which is selective"],
+        ),
+        (
+            ["training={recompute_granularity: full, recompute_modules: [mlp]}"],
+            ["recompute_modules belongs to", "granularity selective, which is full"],
+        ),
+        (
+            [
+                "training={recompute_granularity: full, recompute_num_layers: 6}",
+                "parallelism.pipeline_model_parallel_size=2",
+                "cluster.gpus_per_node=2",
+            ],
+            ["recompute_num_layers 6 is more than the 5 layers", "student.model"],
+        ),
+        (
+            ["training={recompute_granularity: selective, recompute_modules: [core_attn, moe]}"],
+            ["names moe, but student.model", "no experts", "use mlp"],
+        ),
+        (
+            [*MOE, "training={recompute_granularity: selective, recompute_modules: [mlp]}"],
+            ["names mlp, but student.model", "experts in every layer", "use moe"],
+        ),
+        (
+            [*MOE, "training={recompute_granularity: selective, recompute_modules: [moe_act]}"],
+            ["moe_act", "grouped experts alone", "use moe"],
+        ),
+        (
+            ["training={recompute_granularity: selective, recompute_modules: [mlp, mlp]}"],
+            ["recompute_modules ['mlp', 'mlp'] holds a name twice"],
+        ),
         (
             [
                 "parallelism={tensor_model_parallel_size: 3, sequence_parallel: true}",
@@ -291,6 +324,21 @@ def test_head_width_defaults_to_its_share() -> None:
     assert load_recipe(BASE, [*reset, "teacher.model.hidden_size=96"]).teacher.model.kv_channels == 24
     with pytest.raises(ConfigError, match=r"kv_channels is missing \(Width of one head"):
         load_recipe(BASE, [*reset, "teacher.model.hidden_size=66"])
+
+
+@pytest.mark.parametrize(
+    ("said", "filled"),
+    [
+        ("{}", (None, None, None, None)),
+        ("{recompute_granularity: full}", ("full", "uniform", 1, None)),
+        ("{recompute_granularity: full, recompute_method: block, recompute_num_layers: 7}", ("full", "block", 7, None)),
+        ("{recompute_granularity: selective}", ("selective", None, None, ["core_attn"])),
+        ("{recompute_granularity: selective, recompute_modules: [mlp]}", ("selective", None, None, ["mlp"])),
+    ],
+)
+def test_recomputation_is_filled_in(said: str, filled: tuple[object, ...]) -> None:
+    training = load_recipe(BASE, [f"training={said}"]).training
+    assert tuple(getattr(training, key) for key in RECOMPUTE_KEYS) == filled
 
 
 def test_a_recipe_does_not_change_after_loading() -> None:
