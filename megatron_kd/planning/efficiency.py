@@ -45,6 +45,8 @@ MOE_WORST_LAYER = 2.0
 """One layer's buffers on the busiest rank against the mean; nothing limits it (no token is dropped)."""
 
 # --- memory that no tensor accounts for ---
+USABLE = 0.95
+"""Share of a GPU's memory that a plan may fill: what the arithmetic of activations may be wrong by."""
 CONTEXT_GIB = 1.0
 """CUDA context, kernels, workspaces of cuBLAS, cuDNN and Transformer Engine."""
 COMMUNICATOR_GIB = 0.25
