@@ -6,47 +6,22 @@ Published for D 4,096, V 128,256, bf16 on one H200: peak memory, and the time of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from megatron_kd.bench.settings import PUBLISHED, Setting
+from megatron_kd.planning.published_results import LOSS_ALONE, PublishedFigure
 
-K = 1024
 # The published fused loss takes a second projection, as our mode ``recompute`` does: times are given as ratios to it.
 FUSED = ("fused", "recompute")
 COMPARED = (("dense", ""), ("forward_chunked", ""), FUSED, ("fused", "single_pass"))
-
-
-@dataclass(frozen=True)
-class PublishedFigure:
-    """What is published of one implementation at one token number.
-
-    Attributes:
-        peak_gib: inputs included; None where it is not published, or ran out of memory.
-        time_over_fused: of an iteration.
-    """
-
-    implementation: str
-    tokens: int
-    peak_gib: float | None = None
-    out_of_memory: bool = False
-    time_over_fused: float | None = None
-
-
-FIGURES = (
-    PublishedFigure("dense", 32 * K, peak_gib=85.2),
-    PublishedFigure("fused", 32 * K, peak_gib=5.45),
-    *(PublishedFigure("dense", n * K, out_of_memory=True) for n in (64, 128, 256)),
-    PublishedFigure("forward_chunked", 256 * K, peak_gib=134.2, time_over_fused=3.3),
-    PublishedFigure("fused", 256 * K, peak_gib=11.6, time_over_fused=1.0),
-)
 
 
 def published_figures(setting: Setting) -> list[dict[str, Any]]:
     """The figures at the token numbers of a setting of the published sizes; none for other sizes."""
     if not _is_published(setting):
         return []
-    return [asdict(figure) for figure in FIGURES if figure.tokens in setting.tokens]
+    return [asdict(figure) for figure in LOSS_ALONE if figure.tokens in setting.tokens]
 
 
 def _is_published(setting: Setting) -> bool:
@@ -58,7 +33,7 @@ def published_table(setting: Setting, results: Sequence[dict[str, Any]]) -> list
     """The comparison as a text, in a list; an empty list for other sizes than the published."""
     if not _is_published(setting):
         return []
-    figures = {(figure.implementation, figure.tokens): figure for figure in FIGURES}
+    figures = {(figure.implementation, figure.tokens): figure for figure in LOSS_ALONE}
     rows = {(row["implementation"], row["mode"], row["tokens"]): row for row in results}
     names, figures_of = f"{'tokens':>8} {'implementation':<16} {'mode':<11}", f"{'peak':>13} {'published':>13}"
     lines = [

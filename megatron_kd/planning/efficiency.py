@@ -9,7 +9,7 @@ from __future__ import annotations
 GIB = 2**30
 
 # --- arithmetic: share of the dense bf16 peak ---
-DENSE_GEMM = 0.68
+DENSE_GEMM = 0.65
 """Matrices of thousands of rows and columns: 600 to 700 of 989 TFLOP/s on H100 under its power limit."""
 GROUPED_GEMM = 0.48
 """Experts: a few thousand rows each, ragged, one launch for all."""
@@ -23,10 +23,11 @@ MEMORY_BANDWIDTH = 0.80
 """Share of the data sheet's that large elementwise kernels reach."""
 
 # --- elementwise work: reads and writes of the kept activations ---
-ELEMENTWISE_FORWARD = 2.0
-"""Every kept tensor is written once and read once by the next operator."""
-ELEMENTWISE_BACKWARD = 3.0
-"""It is read again, and its gradient is written and read."""
+ELEMENTWISE_FORWARD = 2.5
+"""Every kept tensor is written once and read once by the next operator; rotary positions and activations are not fused
+and make tensors that nobody keeps."""
+ELEMENTWISE_BACKWARD = 4.0
+"""It is read again, its gradient is written and read, and so are those of what was not kept."""
 
 # --- communication: share of the link's bandwidth ---
 LINK = 0.70
@@ -45,6 +46,8 @@ MOE_WORST_LAYER = 2.0
 """One layer's buffers on the busiest rank against the mean; nothing limits it (no token is dropped)."""
 
 # --- memory that no tensor accounts for ---
+USABLE = 0.95
+"""Share of a GPU's memory that a plan may fill: what the arithmetic of activations may be wrong by."""
 CONTEXT_GIB = 1.0
 """CUDA context, kernels, workspaces of cuBLAS, cuDNN and Transformer Engine."""
 COMMUNICATOR_GIB = 0.25

@@ -7,12 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_kd.config import Recipe
 from megatron_kd.config.gpus import GPU
 from megatron_kd.planning import efficiency
-from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.loss_workspace import LossShape, LossWorkspace
-from megatron_kd.planning.work import projection_flops
 
 PROJECTIONS = {"single_pass": 3, "recompute": 4}
 """Of fused; the references need three."""
@@ -30,16 +27,14 @@ class LossTime:
     seconds: float
 
 
-def loss_time(recipe: Recipe, layout: Layout, gpu: GPU, mode: str, workspace: LossWorkspace) -> LossTime:
+def loss_time(shape: LossShape, implementation: str, mode: str, workspace: LossWorkspace, gpu: GPU) -> LossTime:
     """The loss on a rank of the last stage.
 
     The references multiply in float32, which torch does outside tensor cores: fused has 16-bit products with float32
     output.
     """
-    shape = LossShape.of(recipe, layout)
-    implementation = recipe.loss.implementation
-    student = projection_flops(recipe.student.model, layout)
-    teacher = projection_flops(recipe.teacher.model, layout) if shape.full else 0.0
+    student = 2.0 * shape.tokens * shape.hidden * shape.shard
+    teacher = 2.0 * shape.tokens * (shape.teacher_hidden or 0) * shape.shard
     logits = shape.tokens * shape.computed * (1 + shape.full)
     if implementation == "fused":
         flops = PROJECTIONS[mode] * student + (2 if mode == "recompute" else 1) * teacher
@@ -49,10 +44,10 @@ def loss_time(recipe: Recipe, layout: Layout, gpu: GPU, mode: str, workspace: Lo
     else:
         flops = 3 * student + teacher
         moved = REFERENCE_BYTES[implementation] * logits
-        rate = efficiency.DENSE_GEMM * (gpu.float32_flops if layout.itemsize == 2 else gpu.peak_flops)
+        rate = efficiency.DENSE_GEMM * gpu.float32_flops
     seconds = flops / rate + moved / (efficiency.MEMORY_BANDWIDTH * gpu.memory_bandwidth)
-    if layout.tp > 1:
+    if shape.tp > 1:
         # Hidden rows gathered and dH scattered (or summed).
-        sent = 2 * shape.tokens * shape.hidden * layout.itemsize * (layout.tp - 1) / layout.tp
+        sent = 2 * shape.tokens * shape.hidden * shape.itemsize * (shape.tp - 1) / shape.tp
         seconds += sent / (efficiency.LINK * gpu.link_bandwidth) * efficiency.TENSOR_PARALLEL_EXPOSED
     return LossTime(flops, seconds)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from megatron_kd.config import ModelConfig, Recipe
 from megatron_kd.planning.activations import stage_activations
 from megatron_kd.planning.device import device_of
-from megatron_kd.planning.efficiency import COMMUNICATOR_GIB, CONTEXT_GIB, FRAGMENTATION, GIB, HOST_CPU_GIB
+from megatron_kd.planning.efficiency import COMMUNICATOR_GIB, CONTEXT_GIB, FRAGMENTATION, GIB, HOST_CPU_GIB, USABLE
 from megatron_kd.planning.layout import Layout
-from megatron_kd.planning.loss_workspace import LossShape, loss_workspace, resolved_mode, target_bytes
+from megatron_kd.planning.loss_workspace import LossShape, default_budget, loss_workspace, resolved_mode, target_bytes
 from megatron_kd.planning.parameters import Parameters, rank_parameters
 from megatron_kd.planning.recomputation import Recomputation
 
@@ -28,7 +28,7 @@ class Memory:
     Attributes:
         moment: ``teacher``, ``loss`` or ``backward``.
         parts: by the names of ``PARTS``.
-        limit: of the device; infinite on a CPU.
+        limit: what may be filled of the device; infinite on a CPU.
         host_prefetch: targets that are read ahead, in the host's memory for each rank.
     """
 
@@ -61,7 +61,7 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
     shape = LossShape.of(recipe, layout)
     workspace = loss_workspace(shape, recipe.loss.implementation, resolved_mode(recipe, shape), recipe.loss.chunk_mib)
     prefetch = _prefetch(recipe, layout, shape)
-    limit = device_of(recipe).memory_gib * GIB
+    limit = USABLE * device_of(recipe).memory_gib * GIB
     for stage in range(layout.pp):
         last = stage == layout.pp - 1
         static = _static(rank_parameters(model, layout, stage), layout)

@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron_kd.config import Recipe
 from megatron_kd.planning.cache_size import CacheSize, plan_cache
-from megatron_kd.planning.efficiency import GIB
+from megatron_kd.planning.efficiency import GIB, USABLE
 from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.memory import Memory, plan_memory
 from megatron_kd.planning.parameters import rank_parameters, whole_model
@@ -52,7 +52,7 @@ class Plan:
             "layout": describe_layout(layout),
             "memory": {
                 "gpu": recipe.cluster.gpu,
-                "gpu_gib": limit,
+                "gpu_gib": None if limit is None else limit / USABLE,
                 "limit_gib": limit,
                 "total_gib": memory.total / GIB,
                 "fits": memory.fits,

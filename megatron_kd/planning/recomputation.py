@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from megatron_kd.config import Recipe
-
-SELECTIVE_DEFAULT = ("core_attn",)
 
 
 @dataclass(frozen=True)
@@ -30,16 +27,14 @@ class Recomputation:
     @staticmethod
     def of(recipe: Recipe) -> Recomputation:
         """From ``training.recompute_*``."""
-        settings: Any = recipe.training
-        granularity = getattr(settings, "recompute_granularity", None)
-        if granularity is None:
+        settings = recipe.training
+        if settings.recompute_granularity is None:
             return Recomputation()
-        modules = getattr(settings, "recompute_modules", None) or SELECTIVE_DEFAULT
         return Recomputation(
-            granularity,
-            getattr(settings, "recompute_method", None) or "uniform",
-            getattr(settings, "recompute_num_layers", None) or 1,
-            tuple(modules) if granularity == "selective" else (),
+            settings.recompute_granularity,
+            settings.recompute_method,
+            settings.recompute_num_layers or 1,
+            tuple(settings.recompute_modules or ()),
         )
 
     def kept_layers(self, layers: int) -> int:

@@ -116,7 +116,7 @@ def plan_step(recipe: Recipe) -> StepTime:
     shape = LossShape.of(recipe, layout)
     mode = resolved_mode(recipe, shape)
     workspace = loss_workspace(shape, recipe.loss.implementation, mode, recipe.loss.chunk_mib)
-    loss = loss_time(recipe, layout, gpu, mode, workspace)
+    loss = loss_time(shape, recipe.loss.implementation, mode, workspace, gpu)
     stages = [stage_times(model, layout, gpu, stage) for stage in range(layout.pp)]
     again = [_recomputed(model, layout, gpu, recomputation, times) for times in stages]
     spent = [times.forward + times.backward + extra for times, extra in zip(stages, again, strict=True)]
