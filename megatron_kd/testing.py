@@ -21,6 +21,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+_PRELOADED = (
+    "torch.distributed.checkpoint",
+    "transformers",
+    "megatron_kd.training.loop",
+    "megatron_kd.teacher.capture",
+)
+"""Imported once, in the process that ranks are forked from: of the start of a rank that is nearly all."""
+
 
 class RankFailedError(AssertionError):
     """One or more ranks raised; the message holds every traceback, each headed by its rank."""
@@ -45,9 +53,11 @@ def run_distributed(
         RankFailedError: when a rank raised, died or did not end in time.
     """
     with tempfile.TemporaryDirectory() as folder:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOADED))
+        here = os.getcwd(), dict(os.environ)  # the server keeps those of its own start
         ranks = [
-            context.Process(target=_rank_main, args=(fn, rank, world_size, backend, timeout_s, folder, args))
+            context.Process(target=_rank_main, args=(fn, rank, world_size, backend, timeout_s, folder, here, args))
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -97,9 +107,13 @@ def _rank_main(
     backend: str,
     timeout_s: float,
     folder: str,
+    here: tuple[str, dict[str, str]],
     args: tuple[Any, ...],
 ) -> None:
     os.setpgid(0, 0)  # a process group of its own, by which _end_helpers finds the processes it starts
+    os.chdir(here[0])
+    os.environ.clear()
+    os.environ.update(here[1])
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     outcome: tuple[bool, Any]
@@ -111,6 +125,7 @@ def _rank_main(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
         )
+        dist.barrier()  # a rank that ended while others still connect would break their connection
         outcome = (True, fn(rank, world_size, *args))
     except BaseException:
         outcome = (False, traceback.format_exc())

@@ -95,8 +95,9 @@ def check_checkpoint(path: Path) -> None:
         RemoteRankError: on the others.
     """
     with fail_together(f"reading {path}"):
-        check_files(path)
-        check_content(path, read_note(path).get("files", {}), dist.get_rank(), dist.get_world_size())
+        files = read_note(path).get("files", {})
+        check_files(path, files)
+        check_content(path, files, dist.get_rank(), dist.get_world_size())
 
 
 def read_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:

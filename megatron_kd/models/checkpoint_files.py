@@ -7,7 +7,7 @@ note, the hashes of its files, block by block, and every load compares them, the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,33 @@ BLOCK_BYTES = 256 * 2**20
 _READ_BYTES = 4 * 2**20
 
 
-def check_files(path: Path) -> None:
+METADATA = ".metadata"
+"""torch's index of a checkpoint: a pickle."""
+
+
+def check_files(path: Path, files: Mapping[str, dict[str, Any]]) -> None:
     """Checks format, metadata and the length of every data file. No collective; reads no tensor.
 
-    A rank that fails alone inside a distributed load leaves the others waiting, so that each looks here first.
+    A rank that fails alone inside a distributed load leaves the others waiting, so that each looks here first. What is
+    unpickled is compared with its hash before.
+
+    Args:
+        files: what ``describe_files`` said of them when they were written; of an earlier version nothing.
 
     Raises:
         DamagedCheckpointError: naming the file that is missing, unreadable or too short.
     """
     _check_format(path / "metadata.json")
+    check_content(path, {name: told for name, told in files.items() if name == METADATA})
     try:
         stored = FileSystemReader(path).read_metadata().storage_data
         needed: dict[str, int] = {}
         for part in stored.values():
             needed[part.relative_path] = max(needed.get(part.relative_path, 0), part.offset + part.length)
     except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is damaged: it has no .metadata") from None
+        raise DamagedCheckpointError(f"{path} is damaged: it has no {METADATA}") from None
     except Exception as error:  # a pickle of anything: there is no end to what it may raise
-        raise DamagedCheckpointError(f"{path} is damaged: .metadata is unreadable ({one_line(error)})") from error
+        raise DamagedCheckpointError(f"{path} is damaged: {METADATA} is unreadable ({one_line(error)})") from error
     for name, length in sorted(needed.items()):
         file = path / name
         if not file.is_file():
@@ -70,7 +79,7 @@ def describe_files(folder: Path, names: Iterable[str], block_bytes: int = BLOCK_
     return described
 
 
-def check_content(path: Path, files: dict[str, dict[str, Any]], rank: int = 0, ranks: int = 1) -> None:
+def check_content(path: Path, files: Mapping[str, dict[str, Any]], rank: int = 0, ranks: int = 1) -> None:
     """Compares this rank's share of all blocks with what ``describe_files`` said. No collective.
 
     Raises:

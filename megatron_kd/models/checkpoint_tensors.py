@@ -32,7 +32,7 @@ class CheckpointTensors:
 
     def __init__(self, path: Path) -> None:
         """Raises CheckpointError where the checkpoint has no readable metadata or a file of it is missing or short."""
-        check_files(path)
+        check_files(path, read_note(path).get("files", {}))
         self.path = path
         self._reader = FileSystemReader(path)
         metadata = self._reader.read_metadata()

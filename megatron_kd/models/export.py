@@ -137,8 +137,7 @@ def _write_tensors(
 
     def pieces(name: str, count: int | None) -> Iterator[Tensor]:
         for index in (None,) if count is None else range(count):
-            tensor = weights.read(name, index)
-            yield tensor if dtype is None else tensor.to(dtype)
+            yield _in_dtype(name, weights.read(name, index), dtype)
 
     with (
         ShardedWriter(folder, list(experts), limit) as writer,
@@ -148,6 +147,19 @@ def _write_tensors(
             writer.add(name, pieces(name, count), count)
             advance(1)
     return writer
+
+
+def _in_dtype(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Raises CheckpointError where a number is too large for the dtype (float16 ends at 65,504)."""
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    converted = tensor.to(dtype)
+    if not torch.equal(converted.isfinite(), tensor.isfinite()):
+        raise CheckpointError(
+            f"{name} holds {float(tensor.abs().max()):.4g}, too large for --dtype {str(dtype).removeprefix('torch.')}: "
+            "take bf16"
+        )
+    return converted
 
 
 def _configuration(model: ModelConfig, tokenizer: Tokenizer, kept_from: Path | None, dtype: str) -> dict[str, Any]:

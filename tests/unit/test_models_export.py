@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from megatron_kd.config import ModelConfig, ParallelismConfig, load_recipe
 from megatron_kd.data.tokenizer import load_tokenizer
@@ -263,6 +264,22 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="--max-shard-size"):
         parse_size(text)
+
+
+def test_a_number_too_large_for_the_dtype_is_named(source: Path, tmp_path: Path) -> None:
+    """bfloat16 holds it, float16 would make it infinite."""
+    large = tmp_path / "large"
+    shutil.copytree(source, large)
+    name = "model.layers.1.mlp.down_proj.weight"
+    file = next(file for file in large.glob("*.safetensors") if name in load_file(file))
+    weights = load_file(file)
+    weights[name][2, 3] = -70144.0
+    save_file(weights, file, {"format": "pt"})
+    checkpoint = imported(tmp_path, MODELS["llama tied"], large)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} holds 7\.014e\+04, too large for --dtype float16"):
+        export(checkpoint, tmp_path / "out", max_shard_bytes=10**9, dtype=torch.float16, show_progress=False)
+    assert not (tmp_path / "out").exists()
+    export(checkpoint, tmp_path / "out", max_shard_bytes=10**9, dtype=torch.float32, show_progress=False)
 
 
 def test_what_is_no_dtype() -> None:
