@@ -54,9 +54,13 @@ def build_model(
     return built
 
 
-def build_on_meta(model: ModelConfig, groups: ParallelGroups) -> GPTModel:
-    """The whole model without memory for its weights, to count them. On the CPU's side, with one rank."""
-    config = transformer_config(model, ParallelismConfig(), "bf16")
+def build_on_meta(model: ModelConfig, groups: ParallelGroups, parallelism: ParallelismConfig | None = None) -> GPTModel:
+    """This rank's part of a model without memory for its weights, to count them. On the CPU's side.
+
+    Args:
+        parallelism: the layout of the groups; None: one rank.
+    """
+    config = transformer_config(model, parallelism or ParallelismConfig(), "bf16")
     config.use_cpu_initialization, config.perform_initialization = True, False
     with torch.device("meta"):
         return _build(model, config, groups)
