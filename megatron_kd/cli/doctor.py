@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from megatron_kd.cli.options import Json, Overrides, app
-from megatron_kd.console import leave, print_figures, quiet_libraries
+from megatron_kd.console import is_first_rank, leave, print_figures, quiet_libraries, say_error
 
 
 @app.command()
@@ -32,6 +31,7 @@ def doctor(
     Exits with status 1 where anything failed. docs/doctor.md has all findings and what to do.
     """
     from megatron_kd.config import load_recipe
+    from megatron_kd.errors import RemoteRankError
 
     loaded = None if recipe is None else load_recipe(recipe, overrides or [])
     quiet_libraries()
@@ -39,7 +39,13 @@ def doctor(
     from megatron_kd.doctor.launcher import adopt_slurm_ranks
 
     adopt_slurm_ranks(os.environ)
-    patient = Patient(loaded, " ".join(map(str, (recipe, *(overrides or [])))), timeout, quick)
-    if not examine(patient, lambda report: print_figures(report.to_json(), json_, report.text())):
-        sys.stdout.flush()
-        leave(1)  # a rank that hangs in a collective must not be waited for
+    arguments = [] if recipe is None else [str(recipe), *(overrides or [])]
+    patient = Patient(loaded, arguments, timeout, quick)
+    try:
+        well = examine(patient, lambda report: print_figures(report.to_json(), json_, report.text()))
+    except RemoteRankError as error:
+        say_error(error)
+        leave(1)
+    # One rank speaks for all: torchrun has a page of its own to say about each that leaves with another status.
+    if not well and is_first_rank():
+        leave(1)  # without waiting for a rank that hangs in a collective

@@ -59,7 +59,7 @@ def _all_reduce(numbers: int) -> float:
     best = float("inf")
     for _ in range(_ROUNDS + 1):  # the first sets up the connections
         sent = torch.full((numbers,), rank + 1.0, device=current_device())
-        seconds = _timed(lambda sent=sent: dist.all_reduce(sent))  # type: ignore[misc]
+        seconds = _timed(lambda sent=sent: dist.all_reduce(sent))
         best = min(best, seconds)
         if not bool((sent == world * (world + 1) / 2).all()):
             raise RemoteRankError(f"rank {rank} got a wrong sum of all ranks from all_reduce")

@@ -6,7 +6,7 @@ Every check reads names, sizes, manifests and a few rows; whole checksums are ``
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from megatron_kd.cache.storage import is_url, open_storage
@@ -140,11 +140,21 @@ def samples_of(recipe: Recipe) -> SampleSet | None:
         return None
 
 
-def check_visible(recipe: Recipe, name: str = "shared-paths") -> Check:
-    """Whether this node sees the recipe's local paths: on another node than the first a mount may be missing."""
+def visible_paths(recipe: Recipe) -> list[str]:
+    """Those of the recipe's paths that this node sees."""
     paths = [recipe.data.samples, recipe.teacher.cache, recipe.teacher.checkpoint, recipe.student.checkpoint]
-    local = [path for path in paths if path is not None and not is_url(path)]
-    missing = [path for path in local if not Path(path).exists()]
-    if missing:
-        return fail(name, f"{', '.join(missing)} not seen here", "mount the same file systems on every node")
-    return ok(name, f"{len(local)} paths of the recipe are there")
+    return [path for path in paths if path is not None and not is_url(path) and Path(path).exists()]
+
+
+def check_mounts(seen_by_node: Mapping[str, Collection[str]]) -> list[Check]:
+    """Judges what several nodes see of the same recipe: a path that only some see is not mounted on the others."""
+    everything = list(dict.fromkeys(path for seen in seen_by_node.values() for path in seen))
+    checks = []
+    for node, seen in seen_by_node.items():
+        missing = [path for path in everything if path not in seen]
+        if missing:
+            todo = "other nodes see it: mount the same file systems here"
+            checks.append(fail("shared-paths", f"{', '.join(missing)} not seen", todo).on(node))
+        else:
+            checks.append(ok("shared-paths", f"{len(everything)} paths of the recipe are seen").on(node))
+    return checks

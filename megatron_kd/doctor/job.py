@@ -7,16 +7,24 @@ becomes a finding that names it; nothing waits longer than a timeout.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from megatron_kd.config import Recipe
 from megatron_kd.config.world import torchrun_line
 from megatron_kd.device import is_cuda, select_device
 from megatron_kd.device.probe import cuda_state
-from megatron_kd.doctor.check import Check, attempt, fail, in_words, not_needed, ok, warn, within
+from megatron_kd.doctor.check import Check, NoAnswerError, attempt, fail, in_words, not_needed, ok, warn, within
 from megatron_kd.doctor.exchange import measure_exchange, open_groups
-from megatron_kd.doctor.inputs import check_cache_of, check_checkpoints_of, check_samples_of, check_tokenizer_of
+from megatron_kd.doctor.inputs import (
+    check_cache_of,
+    check_checkpoints_of,
+    check_mounts,
+    check_samples_of,
+    check_tokenizer_of,
+    visible_paths,
+)
 from megatron_kd.doctor.launcher import node_name
 from megatron_kd.doctor.node import LOCAL_S, check_node
 from megatron_kd.doctor.numerics import check_losses
@@ -28,9 +36,7 @@ from megatron_kd.errors import ConfigError, RemoteRankError
 
 INPUTS_S = 300.0
 _GROUPS = "process groups"
-_LINKS = (
-    "look at its log and node; NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME pick the network"
-)
+_LINKS = "look at its log; NCCL_DEBUG=INFO says more, NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME choose the network"
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,13 @@ class Patient:
 
     Attributes:
         recipe: None for the installation alone.
-        name: the recipe's file, for the commands that are recommended.
+        arguments: the recipe's file and its overrides, for the commands that are recommended.
         timeout: seconds to wait for ranks.
         quick: no measurement of disks and links, no self-test.
     """
 
     recipe: Recipe | None
-    name: str
+    arguments: Sequence[str]
     timeout: float
     quick: bool
 
@@ -69,25 +75,22 @@ def examine(patient: Patient, publish: Callable[[DoctorReport], None]) -> bool:
     meeting = Meeting(node_name(), patient.timeout)
     absent = meeting.call_roll()
     target = _target(patient, meeting.world)
-    unusable = _choose_device(target)
+    devices = _devices(meeting, target)
     first_of_node: dict[str, int] = {}
     for rank, seat in meeting.seats.items():
         first_of_node.setdefault(seat.node, rank)
     if meeting.rank in first_of_node.values():
         here = meeting.seats[meeting.rank].node
         peers = [seat.pid for seat in meeting.seats.values() if seat.node == here]
-        meeting.tell("node", [check.to_dict() for check in check_node(target, peers, quick=patient.quick)])
-    shared = [] if absent else _examine_together(meeting, target, quick=patient.quick)
+        of_node = check_node(target, peers, quick=patient.quick)
+        meeting.tell("node", {"checks": [check.to_dict() for check in of_node], "seen": _seen(patient.recipe)})
+    shared = [] if absent or devices else _examine_together(meeting, target, quick=patient.quick)
     if meeting.rank:
         # The first rank may be at the inputs for a while yet.
         well = bool(meeting.hear_first("verdict", 6 * INPUTS_S))
         meeting.take_leave()
         return well
-    checks = [*_roll(meeting, absent, target), *unusable]
-    told = meeting.collect("node", first_of_node.values(), 8 * LOCAL_S)
-    for node, rank in first_of_node.items():
-        found = [Check(**each) for each in told[rank]] if rank in told else [_silent(rank)]
-        checks += [check.on(node) for check in found]
+    checks = [*_roll(meeting, absent, target), *devices, *_of_nodes(meeting, first_of_node)]
     report = DoctorReport([*checks, *shared, *_examine_inputs(patient)], len(meeting.seats), list(first_of_node))
     publish(report)
     meeting.tell("verdict", report.ok)
@@ -116,15 +119,26 @@ def _choose_device(target: Target) -> list[Check]:
         select_device(target.gpu)
     except ConfigError as error:
         select_device("cpu")
-        return [fail("device", str(error), "the losses are tried on the CPU instead")]
+        return [fail("device", str(error), "see the lines on cuda and gpus; the losses are tried on the CPU meanwhile")]
     return []
+
+
+def _devices(meeting: Meeting, target: Target) -> list[Check]:
+    """The ranks that have no device of theirs. Called by all ranks; the same on all."""
+    meeting.tell("device", [check.to_dict() for check in _choose_device(target)])
+    told = meeting.collect("device", meeting.seats)
+    without = [Check(**check) for checks in told.values() for check in checks]
+    silent = [str(seat) for rank, seat in meeting.seats.items() if rank not in told]
+    if silent:
+        without.append(fail("device", f"no answer from {', '.join(silent)}", "look at that rank's log"))
+    return list(dict.fromkeys(without))
 
 
 def _only_one(patient: Patient) -> list[Check]:
     recipe = patient.recipe
     if recipe is None or recipe.world_size == 1:
         return [not_needed("ranks", "one rank is all there is")]
-    line = torchrun_line(recipe.cluster, ["doctor", patient.name])
+    line = torchrun_line(recipe.cluster, ["doctor", *patient.arguments])
     return [warn("ranks", f"1 here, the recipe has {recipe.world_size}: links and other nodes were not tried", line)]
 
 
@@ -150,6 +164,25 @@ def _places(meeting: Meeting) -> str:
     for rank, seat in meeting.seats.items():
         nodes.setdefault(seat.node, []).append(rank)
     return ", ".join(f"{node} ({len(ranks)} from {ranks[0]})" for node, ranks in nodes.items())
+
+
+def _seen(recipe: Recipe | None) -> list[str]:
+    try:
+        return [] if recipe is None else within(LOCAL_S, lambda: visible_paths(recipe))
+    except (NoAnswerError, OSError):
+        return []
+
+
+def _of_nodes(meeting: Meeting, first_of_node: dict[str, int]) -> list[Check]:
+    """What the first rank of each node tells."""
+    told = meeting.collect("node", first_of_node.values(), 8 * LOCAL_S)
+    checks: list[Check] = []
+    for node, rank in first_of_node.items():
+        found = [Check(**each) for each in told[rank]["checks"]] if rank in told else [_silent(rank)]
+        checks += [check.on(node) for check in found]
+    if len(first_of_node) > 1:
+        checks += check_mounts({node: told[rank]["seen"] for node, rank in first_of_node.items() if rank in told})
+    return checks
 
 
 def _silent(rank: int) -> Check:
@@ -191,7 +224,7 @@ def _links(meeting: Meeting, *, quick: bool) -> Check:
 
 
 def _examine_inputs(patient: Patient) -> list[Check]:
-    recipe, name = patient.recipe, patient.name
+    recipe, name = patient.recipe, shlex.join(patient.arguments)
     checks = attempt("wandb", "set logging.wandb.mode=offline", LOCAL_S, lambda: check_wandb(recipe))
     if recipe is None:
         return checks

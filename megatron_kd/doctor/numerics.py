@@ -64,6 +64,19 @@ def _within_time(do: Callable[[], list[Check]]) -> list[Check]:
         return [fail("losses", in_words(error), _TODO)]
 
 
+def methods_in_words(found: Sequence[Differences]) -> str:
+    """``eager: fused single_pass, recompute; dense``, and so on for each form of the passes."""
+    forms: dict[str, dict[str, list[str]]] = {}
+    for each in found:
+        modes = forms.setdefault(each.form, {}).setdefault(each.implementation, [])
+        if each.mode not in ("auto", *modes):
+            modes.append(each.mode)
+    return "; ".join(
+        f"{form} " + ", ".join(f"{name} ({', '.join(modes)})" if modes else name for name, modes in methods.items())
+        for form, methods in forms.items()
+    )
+
+
 def _judge(found: dict[str, dict[str, list[Differences]]]) -> list[Check]:
     """By case over all ranks: the case's worst method and rank decide."""
     first = next(iter(found.values()))
@@ -76,7 +89,7 @@ def _judge_case(case: str, of_ranks: dict[str, list[Differences]]) -> Check:
     wrong = [(rank, each) for rank, each in everything if not each.largest <= limit]
     if wrong:
         rank, worst = max(wrong, key=lambda pair: pair[1].largest)
-        methods = ", ".join(dict.fromkeys(each.method for _, each in wrong))
+        methods = methods_in_words([each for _, each in wrong])
         where = f" on {rank}" if rank else ""
         return fail(
             case,
@@ -87,5 +100,8 @@ def _judge_case(case: str, of_ranks: dict[str, list[Differences]]) -> Check:
     value = max(each.value for _, each in everything)
     gradient = max(each.gradient for _, each in everything)
     assert not math.isnan(value + gradient)
-    methods = ", ".join(dict.fromkeys(each.method for _, each in everything))
-    return ok(case, f"value within {value:.1e}, gradient within {gradient:.1e} of dense float64 ({limit:g}): {methods}")
+    return ok(
+        case,
+        f"{methods_in_words([each for _, each in everything])}: value within {value:.1e}, gradient within "
+        f"{gradient:.1e} of dense float64 ({limit:g} allowed)",
+    )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_kd.device import current_device, is_cuda
+from megatron_kd.device import current_device
 from megatron_kd.losses import IMPLEMENTATIONS, dense_topk_divergence, passes
 from megatron_kd.losses.eager_passes import EagerPasses
 from megatron_kd.targets import TopKTargets
@@ -46,10 +46,14 @@ class Differences:
     """The largest relative differences of one case, over value and gradients.
 
     Attributes:
-        method: implementation, mode and form of the passes.
+        implementation: as in ``loss.implementation``.
+        mode: as in ``loss.mode``.
+        form: of the passes, ``eager`` or ``triton``.
     """
 
-    method: str
+    implementation: str
+    mode: str
+    form: str
     value: float
     gradient: float
 
@@ -79,8 +83,8 @@ def self_test(precision: str, layout: Layout) -> list[Differences]:
     for form in _forms():
         with form_of_passes(form):
             for name, mode in _methods():
-                got = _run(name, mode, inputs, layout)
-                found.append(_compare(f"{name}{'' if mode == 'auto' else f' {mode}'} ({form})", got, expected, layout))
+                value, gradient = _compare(_run(name, mode, inputs, layout), expected, layout)
+                found.append(Differences(name, mode, form, value, gradient))
     return found
 
 
@@ -158,11 +162,11 @@ def _run(name: str, mode: str, inputs: _Inputs, layout: Layout) -> tuple[Tensor,
 
 
 def _compare(
-    method: str,
     got: tuple[Tensor, Tensor | None, Tensor | None],
     expected: tuple[Tensor, Tensor | None, Tensor | None],
     layout: Layout,
-) -> Differences:
+) -> tuple[float, float]:
+    """(of the value, of the gradients)"""
     loss, hidden, weight = expected
     assert hidden is not None and weight is not None
     rows = -(-V // layout.size)
@@ -172,7 +176,7 @@ def _compare(
     padded = torch.nn.functional.pad(weight, (0, 0, 0, rows * layout.size - V))
     pairs = [(got[1], hidden), (got[2], padded[start : start + rows])]
     gradient = max((_difference(ours, theirs) for ours, theirs in pairs if ours is not None), default=0.0)
-    return Differences(method, _difference(got[0], loss), gradient)
+    return _difference(got[0], loss), gradient
 
 
 def _difference(ours: Tensor, theirs: Tensor) -> float:
@@ -190,8 +194,3 @@ def make_layouts(world: int, rank: int, tp: int) -> list[Layout]:
         if first <= rank < first + tp:
             mine = group
     return [Layout(mine, rank % tp, tp, sequence_parallel) for sequence_parallel in (False, True)]
-
-
-def forms_in_words() -> str:
-    """Which forms of the passes are there."""
-    return " and ".join(_forms()) + (", Triton is missing" if is_cuda() and "triton" not in _forms() else "")
