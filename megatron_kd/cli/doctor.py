@@ -35,6 +35,8 @@ def doctor(
 
     loaded = None if recipe is None else load_recipe(recipe, overrides or [])
     quiet_libraries()
+    # Where a store is not reached torch prints a page of its own stack above our line.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from megatron_kd.doctor.job import Patient, examine
     from megatron_kd.doctor.launcher import adopt_slurm_ranks
 

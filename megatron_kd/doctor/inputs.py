@@ -97,7 +97,10 @@ def check_cache_of(recipe: Recipe, name: str) -> list[Check]:
 def _store(location: str) -> Check:
     start = time.perf_counter()
     try:
-        there = open_storage(location).exists(MANIFEST_NAME)
+        storage = open_storage(location)
+        there = storage.exists(MANIFEST_NAME)
+        if not there:
+            storage.names()  # only this tells a bucket that is not there from one that is empty
     except (KDError, OSError) as error:
         return fail("object-store", str(error), "check endpoint, region and credentials in the environment (AWS_…)")
     seconds = time.perf_counter() - start

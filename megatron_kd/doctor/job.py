@@ -84,7 +84,11 @@ def examine(patient: Patient, publish: Callable[[DoctorReport], None]) -> bool:
         peers = [seat.pid for seat in meeting.seats.values() if seat.node == here]
         of_node = check_node(target, peers, quick=patient.quick)
         meeting.tell("node", {"checks": [check.to_dict() for check in of_node], "seen": _seen(patient.recipe)})
-    shared = [] if absent or devices else _examine_together(meeting, target, quick=patient.quick)
+    if absent or devices:
+        # Each rank alone, while nobody waits for anybody.
+        shared = [] if patient.quick or meeting.rank else check_losses()
+    else:
+        shared = _examine_together(meeting, target, quick=patient.quick)
     if meeting.rank:
         # The first rank may be at the inputs for a while yet.
         well = bool(meeting.hear_first("verdict", 6 * INPUTS_S))
