@@ -60,7 +60,10 @@ def check_versions(versions: dict[str, str | None], cuda: CudaState, target: Tar
     checks = [_required(name, versions.get(name), bounds) for name, bounds in REQUIRED.items()]
     if not target.wants_gpu:
         why = target.why_cpu
-        return [*checks, *(not_needed(name, why) for name in ("transformer-engine", "apex", "triton", "cuda", "cudnn"))]
+        return [
+            *checks,
+            *(not_needed(name, why) for name in ("transformer-engine", "apex", "triton", "cuda-driver", "cudnn")),
+        ]
     return [
         *checks,
         _transformer_engine(versions.get("transformer-engine")),
@@ -110,10 +113,12 @@ def _triton(version: str | None) -> Check:
 
 def _cuda(cuda: CudaState) -> Check:
     if cuda.built_for is None:
-        return fail("cuda", "this torch is built for CPUs alone", "install a CUDA build of torch, or use the image")
+        return fail(
+            "cuda-driver", "this torch is built for CPUs alone", "install a CUDA build of torch, or use the image"
+        )
     if cuda.driver is None:
         return fail(
-            "cuda",
+            "cuda-driver",
             f"torch is built for CUDA {cuda.built_for}, no driver is seen",
             "run on a GPU node; in a container start it with --gpus all",
         )
@@ -121,10 +126,12 @@ def _cuda(cuda: CudaState) -> Check:
     pair = f"torch for CUDA {cuda.built_for}, driver for up to {driver}"
     # Within one major version of CUDA an older driver runs what a newer toolkit built.
     if _number(cuda.built_for)[0] > cuda.driver[0]:
-        return fail("cuda", pair, "update the driver, or use a torch built for an older CUDA")
+        return fail("cuda-driver", pair, "update the driver, or use a torch built for an older CUDA")
     if not cuda.available:
-        return fail("cuda", f"{pair}, but torch finds no device", "compare CUDA_VISIBLE_DEVICES with nvidia-smi -L")
-    return ok("cuda", pair)
+        return fail(
+            "cuda-driver", f"{pair}, but torch finds no device", "compare CUDA_VISIBLE_DEVICES with nvidia-smi -L"
+        )
+    return ok("cuda-driver", pair)
 
 
 def _cudnn(version: int | None, sinks: bool) -> Check:

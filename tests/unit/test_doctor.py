@@ -71,11 +71,11 @@ def test_this_environment_is_judged_by_what_is_installed() -> None:
         ({"transformer-engine": None}, CUDA, "transformer-engine", "fail", "not installed"),
         ({"apex": "without its CUDA extensions"}, CUDA, "apex", "warn", "CUDA extensions"),
         ({"triton": None}, CUDA, "triton", "warn", "eager"),
-        ({}, replace(CUDA, driver=(12, 8)), "cuda", "fail", "driver for up to 12.8"),
-        ({}, replace(CUDA, built_for="13.2"), "cuda", "ok", "13.2"),
-        ({}, replace(CUDA, driver=None, available=False), "cuda", "fail", "no driver"),
-        ({}, replace(CUDA, available=False), "cuda", "fail", "finds no device"),
-        ({}, replace(CUDA, built_for=None), "cuda", "fail", "CPUs alone"),
+        ({}, replace(CUDA, driver=(12, 8)), "cuda-driver", "fail", "driver for up to 12.8"),
+        ({}, replace(CUDA, built_for="13.2"), "cuda-driver", "ok", "13.2"),
+        ({}, replace(CUDA, driver=None, available=False), "cuda-driver", "fail", "no driver"),
+        ({}, replace(CUDA, available=False), "cuda-driver", "fail", "finds no device"),
+        ({}, replace(CUDA, built_for=None), "cuda-driver", "fail", "CPUs alone"),
     ],
 )
 def test_versions(changes: dict[str, str | None], cuda: CudaState, name: str, status: str, words: str) -> None:
