@@ -123,11 +123,7 @@ def _choose_device(target: Target) -> list[Check]:
         select_device(target.gpu)
     except ConfigError as error:
         select_device("cpu")
-        return [
-            fail(
-                "device", str(error), "see the lines on cuda-driver and gpus; the losses are tried on the CPU meanwhile"
-            )
-        ]
+        return [fail("device", str(error), "see the line on gpus; the losses are tried on the CPU")]
     return []
 
 

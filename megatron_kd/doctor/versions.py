@@ -39,6 +39,7 @@ REQUIRED = {
     "megatron-core": Bounds("0.19.2", "0.20"),
     "transformers": Bounds("5.0"),
 }
+FOR_GPUS = ("transformer-engine", "apex", "triton", "cuda-driver", "cudnn")
 TRANSFORMER_ENGINE = Bounds("2.14")
 
 
