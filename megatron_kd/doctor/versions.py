@@ -60,11 +60,7 @@ def check_versions(versions: dict[str, str | None], cuda: CudaState, target: Tar
     """Judges what is installed against what this version and the target need."""
     checks = [_required(name, versions.get(name), bounds) for name, bounds in REQUIRED.items()]
     if not target.wants_gpu:
-        why = target.why_cpu
-        return [
-            *checks,
-            *(not_needed(name, why) for name in ("transformer-engine", "apex", "triton", "cuda-driver", "cudnn")),
-        ]
+        return [*checks, *(not_needed(name, target.why_cpu) for name in FOR_GPUS)]
     return [
         *checks,
         _transformer_engine(versions.get("transformer-engine")),
