@@ -120,7 +120,7 @@ def test_a_mount_that_one_node_lacks() -> None:
     assert (second.status, second.node) == ("fail", "n2") and str(road / "cache") in second.found
 
 
-def test_two_ranks_on_two_nodes_try_links_and_losses_together(tmp_path: Path) -> None:
+def test_two_ranks_try_links_and_losses_together(tmp_path: Path) -> None:
     road = captured_road()
     layout = ["cluster.gpus_per_node=2", "parallelism.tensor_model_parallel_size=2"]
     ranks = start("doctor", road / "recipe.yaml", *layout, f"run_dir={tmp_path / 'run'}", "--json", ranks=2)
