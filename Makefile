@@ -1,5 +1,5 @@
 # make setup   .venv with all dependencies        make demo   distil SmolLM2 on this machine
-# make test    ruff, mypy and every test          make lint   ruff and mypy alone
+# make test    ruff, mypy and every test          make lint   ruff, mypy, shellcheck and hadolint
 .PHONY: setup demo test lint format clean-demo
 
 BIN := .venv/bin
@@ -15,6 +15,7 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/hadolint Dockerfile Dockerfile.cpu
 
 # Unit tests are one process each and run two at a time; the others start ranks of their own.
 test: lint

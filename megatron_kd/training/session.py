@@ -68,10 +68,10 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
         samples = open_samples(recipe.data.samples)
         check_samples(recipe, samples)
         rows = train_rows(samples, recipe.data.train_tokens)
-        cached = None if online else _open_cache(recipe, samples)
+        cached = None if online else open_cached_targets(recipe, samples, (dist.get_rank(), dist.get_world_size()))
         evaluation_cached = cached
         if online and recipe.teacher.cache is not None and cache_exists(recipe.teacher.cache):
-            evaluation_cached = _open_cache(recipe, samples)
+            evaluation_cached = open_cached_targets(recipe, samples, (dist.get_rank(), dist.get_world_size()))
     if any_rank(evaluation_cached is not None and not evaluation_cached.joined):
         with fail_together(OPENING):
             if evaluation_cached is None:
@@ -99,7 +99,8 @@ def as_offline(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"teacher": teacher})
 
 
-def _open_cache(recipe: Recipe, samples: SampleSet) -> CachedTargets:
+def open_cached_targets(recipe: Recipe, samples: SampleSet, share: tuple[int, int]) -> CachedTargets:
+    """The cache of a recipe against its samples; ``share`` and what is raised as in ``CachedTargets``."""
     assert recipe.teacher.cache is not None, "the recipe's own checks ask for it"
     return CachedTargets(
         recipe.teacher.cache,
@@ -109,7 +110,7 @@ def _open_cache(recipe: Recipe, samples: SampleSet) -> CachedTargets:
         temperature=recipe.loss.temperature,
         student_vocab_size=recipe.student.model.vocab_size,
         weights_sha256=_teacher_weights(recipe),
-        share=(dist.get_rank(), dist.get_world_size()),
+        share=share,
     )
 
 

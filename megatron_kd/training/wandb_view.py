@@ -40,7 +40,7 @@ class WandbView:
         import wandb
 
         mode = settings.mode
-        if mode == "online" and not _has_login():
+        if mode == "online" and not has_login():
             logger.warning("wandb: no login found, writing offline; later: wandb login; %s", _sync_line(run_dir))
             mode = "offline"
         arguments: dict[str, Any] = {
@@ -104,7 +104,8 @@ def _sync_line(run_dir: Path) -> str:
     return f"wandb sync {run_dir}/wandb/offline-run-*"
 
 
-def _has_login() -> bool:
+def has_login() -> bool:
+    """Whether an API key is in the environment or in ~/.netrc."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     import netrc

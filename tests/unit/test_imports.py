@@ -15,6 +15,7 @@ ORDER = [
     "cli",
     "report",
     "bench",
+    "doctor",
     "planning",
     "training",
     "teacher",
