@@ -70,7 +70,7 @@ def test_the_assumptions_are_those_of_the_code() -> None:
         f"| memory bandwidth | {efficiency.MEMORY_BANDWIDTH:.2f} |",
         f"| links: rings / all-to-all | {efficiency.LINK:.2f} / {efficiency.ALL_TO_ALL:.2f} |",
         f"{efficiency.CONTEXT_GIB} GiB context and workspaces, {efficiency.COMMUNICATOR_GIB} GiB a communicator",
-        f"at most {efficiency.USABLE:.0%} of",
+        f"at most {100 * efficiency.USABLE:g} % of",
         f"taken {efficiency.MOE_KEPT_IMBALANCE} times the mean",
         f"activations, {efficiency.ELEMENTWISE_FORWARD} times in forward and {efficiency.ELEMENTWISE_BACKWARD:g} times",
     ):
