@@ -55,7 +55,7 @@ def memory_figure(plans: Sequence[tuple[str, Memory]]) -> Any:
     _style(axes, "Memory of the fullest GPU (GiB)")
     limit = plans[0][1].limit / GIB
     most = max(memory.total for _, memory in plans) / GIB
-    right = 1.12 * (max(most, limit) if limit < float("inf") else most)
+    right = 1.22 * (max(most, limit) if limit < float("inf") else most)
     drawn = [part for part in PARTS if any(memory.parts[part] for _, memory in plans)]
     for place, (_, memory) in enumerate(plans):
         start = 0.0
@@ -87,7 +87,16 @@ def memory_figure(plans: Sequence[tuple[str, Memory]]) -> Any:
         )
     if limit < float("inf"):
         axes.axvline(limit, color=INK, linewidth=1.4, linestyle=(0, (4, 2)))
-        axes.set_title(f"limit {limit:.1f}", loc="right", fontsize=9, color=INK)
+        axes.annotate(
+            f"limit {limit:.1f}",
+            (limit, 1.0),
+            xycoords=("data", "axes fraction"),
+            xytext=(4, -2),
+            textcoords="offset points",
+            va="bottom",
+            fontsize=9,
+            color=INK,
+        )
     axes.set_yticks(range(len(plans)), [name for name, _ in plans])
     axes.set_ylim(len(plans) - 0.45, -0.55)
     axes.set_xlim(0, right)

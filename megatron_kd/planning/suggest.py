@@ -47,7 +47,9 @@ class Suggestion:
 def suggest(recipe: Recipe, nodes: tuple[int, ...] = NODES) -> list[Suggestion]:
     """All layouts that fit on the smallest of these node counts that has any, fastest first; nothing where none has."""
     for count in nodes:
-        fitting = [plan for plan in map(plan_recipe, candidates(recipe, count)) if plan.memory.fits]
+        fitting = _without_needless_chunks(
+            [plan for plan in map(plan_recipe, candidates(recipe, count)) if plan.memory.fits]
+        )
         if fitting:
             # Of equally fast layouts the one with the smaller groups comes first, then the emptier one.
             fitting.sort(key=lambda plan: (round(plan.step.seconds, 4), _complexity(plan.recipe), plan.memory.total))
@@ -97,6 +99,15 @@ def _recomputations(recipe: Recipe) -> Iterator[TrainingConfig]:
     keys = ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules")
     for values in settings:
         yield recipe.training.model_copy(update=dict(zip(keys, values, strict=True)))
+
+
+def _without_needless_chunks(plans: list[Plan]) -> list[Plan]:
+    """Smaller chunks only where the default ones do not fit."""
+    kept: dict[str, Plan] = {}
+    for plan in plans:  # the default comes first
+        recipe = plan.recipe
+        kept.setdefault(f"{recipe.parallelism!r} {recipe.training!r}", plan)
+    return list(kept.values())
 
 
 def _complexity(recipe: Recipe) -> tuple[int, int, int, bool]:

@@ -43,7 +43,8 @@ def _heading(plan: Plan) -> list[str]:
     teacher = f"{recipe.teacher.model.name} {recipe.teacher.mode}"
     return [
         f"{recipe.name}: {teacher} → {recipe.student.model.name}, {recipe.loss.implementation} loss, {where}",
-        f"{layout_words(layout, Recomputation.of(recipe))}; {layout.microbatches} micro batches of "
+        f"{layout_words(layout, Recomputation.of(recipe))}; {layout.microbatches} micro "
+        f"batch{'' if layout.microbatches == 1 else 'es'} of "
         f"{layout.micro_rows} × {layout.row_tokens:,} tokens",
     ]
 
@@ -87,10 +88,18 @@ def _time(plan: Plan) -> list[str]:
     lines = ["time of a step (s)"]
     lines += [f"  {name.replace('_', ' '):<18} {value:>8.3f}" for name, value in step.parts.items() if value]
     lines.append(
-        f"  {'step':<18} {step.seconds:>8.3f}  {step.tokens_per_s:,.0f} tokens/s, {step.tflops_per_gpu:.1f} TFLOP/s "
-        f"per GPU (the student's), MFU {step.mfu:.1%}"
+        f"  {'step':<18} {step.seconds:>8.3f}  {step.tokens_per_s:,.0f} tokens/s, {step.tflops_per_gpu:.3g} TFLOP/s "
+        f"per {_rank(plan)} (the student's){_mfu(plan)}"
     )
     return lines
+
+
+def _rank(plan: Plan) -> str:
+    return "rank" if plan.recipe.cluster.gpu == "cpu" else "GPU"
+
+
+def _mfu(plan: Plan) -> str:
+    return "" if plan.recipe.cluster.gpu == "cpu" else f", MFU {plan.step.mfu:.1%}"
 
 
 def _storage(plan: Plan) -> list[str]:
@@ -99,7 +108,7 @@ def _storage(plan: Plan) -> list[str]:
     return [
         f"cache: {cache.bytes / 1e9:,.1f} GB for {cache.tokens:,} tokens at {cache.bytes_per_token:.0f} bytes; "
         f"{'read' if plan.recipe.teacher.mode == 'offline' else 'offline it would be read'} at {rate / 1e6:,.1f} MB/s",
-        f"GPU-hours: {plan.train_hours:,.1f} for {plan.recipe.training.train_iters:,} steps, "
+        f"{_rank(plan)}-hours: {plan.train_hours:,.1f} for {plan.recipe.training.train_iters:,} steps, "
         f"{plan.capture_hours:,.1f} for capturing those tokens once",
     ]
 
@@ -113,6 +122,8 @@ def describe_suggestions(suggestions: Sequence[Suggestion]) -> str:
     for suggestion in suggestions[:SHOWN]:
         recipe = suggestion.plan.recipe
         words = layout_words(Layout.of(recipe), Recomputation.of(recipe))
+        if recipe.loss.chunk_mib is not None:
+            words += f", chunks of {recipe.loss.chunk_mib:g} MiB"
         lines.append(
             f"  {suggestion.plan.step.seconds:>7.2f} s  {suggestion.plan.memory.total / GIB:>6.1f} GiB  {words}"
         )
