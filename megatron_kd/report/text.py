@@ -34,3 +34,10 @@ def seconds(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """A fraction as per cent with one place."""
     return DASH if value is None else f"{value:.1%}"
+
+
+def hours(value: float | None) -> str:
+    """GPU-hours with three digits, or GPU-seconds where the runs are that short."""
+    if value is not None and value < 0.01:
+        return figure(value * 3600, 3, "s")
+    return figure(value, 3, "h")

@@ -1,0 +1,2 @@
+def comparison_page(*a):
+    return ""
