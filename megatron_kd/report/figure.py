@@ -17,6 +17,7 @@ from megatron_kd.report.runs import RunRecord
 from megatron_kd.report.summary import RunSummary, hours_name
 from megatron_kd.report.target import Target
 from megatron_kd.report.text import figure as significant
+from megatron_kd.report.text import short_count
 
 # Okabe and Ito's palette, told apart with every common colour vision; dashes and markers repeat the distinction.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -55,7 +56,7 @@ def comparison_figure(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]
     _draw_bars(panels["memory"], names, [summary.peak_memory_gib for summary in summaries], memory_title(runs), False)
     value = "a given KL" if target.value is None else f"KL {significant(target.value)}"
     hours = [summary.gpu_hours_to_target for summary in summaries]
-    _draw_bars(panels["reach"], names, hours, f"{unit} to {value}", False, "not reached")
+    _draw_bars(panels["reach"], names, hours, f"{unit[0].upper()}{unit[1:]} to {value}", False, "not reached")
     handles, texts = panels["tokens"].get_legend_handles_labels()
     if handles:
         # As many columns as the longest text leaves room for, at about 13 characters an inch.
@@ -90,7 +91,6 @@ def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str], ove
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=over == "tokens"))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short_count(value)))
     seen: list[float] = []
-    baselines: list[float] = []
     for index, (run, name) in enumerate(zip(runs, names, strict=True)):
         colour, dash = COLOURS[index % len(COLOURS)], DASHES[index % len(DASHES)]
         marker = MARKERS[index % len(MARKERS)]
@@ -117,14 +117,14 @@ def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str], ove
         if values or held:
             axes.plot([], [], label=name, **(line if values else {"color": colour, "linestyle": "none"}), **ring)
         seen += [*values, *held]
-        baselines += run.evaluation_series("eval/unigram_kd")[1][-1:]
     if not seen:
         _say_nothing(axes, "no training or evaluation figures yet" if over == "tokens" else "no step times recorded")
         return
-    for baseline in sorted({round(value, 2) for value in baselines}):
+    levels = baselines(runs)
+    for baseline in levels:
         label = f"unigram model, held-out: {baseline:.2f}"
         axes.axhline(baseline, color="#777777", linewidth=1.0, linestyle=(0, (2, 2)), zorder=1, label=label)
-    axes.set_ylim(bottom=0.0, top=1.06 * max([*seen, *baselines]))
+    axes.set_ylim(bottom=0.0, top=1.06 * max([*seen, *levels]))
     axes.margins(x=0.02)
 
 
@@ -164,6 +164,12 @@ def _say_nothing(axes: Any, text: str) -> None:
     axes.set_yticks([])
 
 
+def baselines(runs: Sequence[RunRecord]) -> list[float]:
+    """Held-out KD of the runs' unigram models, to two places: often one for all."""
+    last = [run.evaluation_series("eval/unigram_kd")[1][-1:] for run in runs]
+    return sorted({round(value, 2) for values in last for value in values})
+
+
 def memory_title(runs: Sequence[RunRecord]) -> str:
     """On a GPU it is what tensors take, on the CPU all that the process holds, libraries included."""
     on_cpu = {run.setting("cluster.gpu") == "cpu" for run in runs}
@@ -184,11 +190,3 @@ def _wrapped(label: str) -> str:
 
 def _line_length(text: str) -> int:
     return max(len(line) for line in text.splitlines())
-
-
-def short_count(value: float) -> str:
-    """For the ticks of an axis: 16000 → 16k."""
-    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:g}{unit}"
-    return f"{value:g}"

@@ -41,3 +41,11 @@ def hours(value: float | None) -> str:
     if value is not None and value < 0.01:
         return figure(value * 3600, 3, "s")
     return figure(value, 3, "h")
+
+
+def short_count(value: float) -> str:
+    """For the ticks of an axis: 16000 → 16k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
