@@ -45,9 +45,13 @@ class Comparison:
     figure: Path
     page: Path
 
+    def hours_name(self) -> str:
+        """GPU-hours, or rank-hours on a CPU."""
+        return hours_name(self.records)
+
     def table(self) -> RenderableType:
         """For a rich console: figures, settings that differ, notes."""
-        return comparison_table(self.runs, self.target, hours_name(self.records), self.differences, self.notes)
+        return comparison_table(self.runs, self.target, self.hours_name(), self.differences, self.notes)
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain JSON values, with the curves; None stands for what was not recorded.
@@ -57,7 +61,7 @@ class Comparison:
         return {
             "runs": [asdict(run) for run in self.runs],
             "target": {"kl": self.target.value, "basis": self.target.basis},
-            "hours": hours_name(self.records),
+            "hours": self.hours_name(),
             "differences": [{"key": key, "values": values} for key, values in self.differences],
             "notes": self.notes,
             "figure": str(self.figure),

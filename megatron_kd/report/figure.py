@@ -13,14 +13,14 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from megatron_kd.report.curves import heldout_curve, training_curve
+from megatron_kd.report.palette import COLOURS
 from megatron_kd.report.runs import RunRecord
 from megatron_kd.report.summary import RunSummary, hours_name
 from megatron_kd.report.target import Target
 from megatron_kd.report.text import figure as significant
 from megatron_kd.report.text import short_count
 
-# Okabe and Ito's palette, told apart with every common colour vision; dashes and markers repeat the distinction.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+# Dashes and markers repeat what the colours say.
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 12.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -46,21 +47,12 @@ def comparison_page(
         drawn.append(text)
         geometry[axis] = frame
     goal = "a given KL" if target.value is None else f"KL {figure(target.value)}"
+    to_goal = f"{unit[0].upper()}{unit[1:]} to {goal}"
+    in_gib = partial(figure, digits=3, unit="GiB")
     bars = [
-        _bars(
-            f"{unit[0].upper()}{unit[1:]} to {goal}",
-            summaries,
-            [run.gpu_hours_to_target for run in summaries],
-            hours,
-            "not reached",
-        ),
+        _bars(to_goal, summaries, [run.gpu_hours_to_target for run in summaries], hours, "not reached"),
         _bars("Step time, median", summaries, [run.step_time_s for run in summaries], seconds),
-        _bars(
-            memory_title(runs).removesuffix(" (GiB)"),
-            summaries,
-            [run.peak_memory_gib for run in summaries],
-            lambda value: figure(value, 3, "GiB"),
-        ),
+        _bars(memory_title(runs).removesuffix(" (GiB)"), summaries, [run.peak_memory_gib for run in summaries], in_gib),
     ]
     data = {
         "labels": [run.label for run in summaries],

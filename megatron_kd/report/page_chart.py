@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from itertools import pairwise
 
+from megatron_kd.report.palette import COLOURS
 from megatron_kd.report.text import short_count
 
 WIDTH, HEIGHT = 560.0, 340.0
@@ -18,7 +19,6 @@ LEFT, TOP, BOTTOM = 44.0, 14.0, 42.0
 LABELLED_RUNS = 6
 """Labels at the ends of the lines, for at most so many: more would not be read. The keys above the charts name all."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
-COLOURS = 7
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Frame:
 
 def style_class(run: int) -> str:
     """The class that gives a run its colour."""
-    return f"run c{run % COLOURS}"
+    return f"run c{run % len(COLOURS)}"
 
 
 def ticks(largest: float, most: int = 6) -> list[float]:
@@ -106,10 +106,13 @@ def draw_chart(
         parts.append(
             f'<text class="tick" text-anchor="middle" x="{frame.x(value):.1f}" y="{bottom + 17:.1f}">{text}</text>'
         )
-    middle = (left + end) / 2
-    parts.append(
-        f'<text class="unit" text-anchor="middle" x="{middle:.1f}" y="{HEIGHT - 6:g}">{escape(x_label)}</text>'
-    )
+    middle = f'text-anchor="middle" x="{(left + end) / 2:.1f}" y="{HEIGHT - 6:g}"'
+    parts.append(f'<text class="unit" {middle}>{escape(x_label)}</text>')
+    for level in levels:
+        y = frame.y(level)
+        parts.append(f'<line class="level" x1="{left:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        text = f"unigram model, held-out: {level:.2f}"
+        parts.append(f'<text class="tick" text-anchor="end" x="{end:.1f}" y="{y - 5:.1f}">{text}</text>')
     for line in lines:
         parts += _draw_line(line, frame)
     if len(lines) <= LABELLED_RUNS:

@@ -13,6 +13,7 @@ from megatron_kd.errors import KDError
 
 ENVIRONMENT_KEY = "environment"
 """Where wandb's configuration of a run keeps versions, revision and hardware, beside the sections of the recipe."""
+WANDB_RUN = "wandb_run.json"
 RECIPE, ENVIRONMENT, METRICS, EVALUATIONS = "recipe.yaml", "environment.json", "metrics.jsonl", "evaluations"
 
 
@@ -28,6 +29,7 @@ class RunRecord:
             its evaluation, or the same step before and after a resume, where the later one counts.
         evaluations: one mapping per evaluation, by rising iteration.
         notes: what was missing or could not be read, a sentence each.
+        wandb_id: the id of its run on wandb, None where there is none.
     """
 
     place: str
@@ -36,6 +38,7 @@ class RunRecord:
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    wandb_id: str | None = None
 
     def setting(self, dotted: str) -> Any:
         """A value of the recipe by its dotted key, None where it is not there."""
@@ -92,6 +95,8 @@ def read_run(directory: str | Path) -> RunRecord:
     environment = _read_object(directory / ENVIRONMENT, notes)
     metrics = _read_metrics(directory / METRICS, notes)
     notes += _of_no_number(metrics, str(directory / METRICS))
+    wandb = directory / WANDB_RUN
+    identity = _read_object(wandb, notes).get("id") if wandb.is_file() else None
     evaluations = [_read_object(path, notes) for path in sorted((directory / EVALUATIONS).glob("*.json"))]
     return RunRecord(
         place=str(directory),
@@ -100,11 +105,16 @@ def read_run(directory: str | Path) -> RunRecord:
         metrics=[_in_nats(row, recipe) for row in _by_iteration(metrics)],
         evaluations=_by_iteration(evaluations),
         notes=notes,
+        wandb_id=identity if isinstance(identity, str) else None,
     )
 
 
 def run_of_records(
-    place: str, config: dict[str, Any], rows: list[dict[str, Any]], notes: list[str] | None = None
+    place: str,
+    wandb_id: str,
+    config: dict[str, Any],
+    rows: list[dict[str, Any]],
+    notes: list[str] | None = None,
 ) -> RunRecord:
     """A run as wandb has it: its configuration and all that was logged, in the order of logging.
 
@@ -127,6 +137,7 @@ def run_of_records(
         metrics=[_in_nats(row, recipe) for row in _by_iteration(rows)],
         evaluations=_by_iteration([row for row in rows if "eval/kd" in row]),
         notes=notes,
+        wandb_id=wandb_id,
     )
 
 

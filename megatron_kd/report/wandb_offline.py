@@ -62,7 +62,7 @@ def read_offline(folders: Sequence[Path]) -> RunRecord:
         if begins is not None:
             rows = [row for row in rows if (number(row.get("iteration")) or 0.0) <= begins]
         rows += now
-    return run_of_records(str(folders[-1]), config, rows, notes)
+    return run_of_records(str(folders[-1]), run_id(folders[-1]), config, rows, notes)
 
 
 def _log(folder: Path) -> Path | None:
@@ -110,12 +110,12 @@ def _records(folder: Path, notes: list[str]) -> list[dict[str, Any]]:
             continue
         if isinstance(record, dict):
             records.append(record)
-    reason = " ".join(done.stderr.split())[-300:]
-    if not records:
+    # It says on standard error what it skipped, and ends well all the same.
+    said = [line.partition(": ")[2] or line for line in done.stderr.splitlines() if line.strip()]
+    if done.returncode or not any(record.get("type") in ("run", "history") for record in records):
         raise KDError(
-            f"{folder}: wandb's files cannot be read{f' ({reason})' if reason else ''}: it takes wandb ≥ 0.31, whose "
-            "`wandb leet inspect --json` prints them"
+            f"{folder}: wandb's files cannot be read{f' ({said[-1][:200]})' if said else ''}: it takes wandb ≥ 0.31, "
+            "whose `wandb leet inspect --json` prints them"
         )
-    if done.returncode:
-        notes.append(f"{folder} ends in the middle of a record; what stands before it is shown")
+    notes += [f"{folder}: {line[:200]}" for line in said]
     return records

@@ -75,7 +75,7 @@ def read_from_server(text: str) -> RunRecord:
             "the run directory"
         ) from None
     rows.sort(key=lambda row: row.get("_step") or 0)
-    return run_of_records(text, config, rows)
+    return run_of_records(text, address.run, config, rows)
 
 
 def _configuration(config: Any) -> dict[str, Any]:

@@ -112,10 +112,10 @@ def _sync_line(run_dir: Path) -> str:
 
 
 def default_server() -> str:
-    """The server that wandb talks to where nothing else is said."""
+    """The server that wandb talks to: of WANDB_BASE_URL, of ``wandb login --host``, or the hosted one."""
     import wandb
 
-    return str(wandb.Settings().base_url).rstrip("/")
+    return str(wandb.setup().settings.base_url).rstrip("/")
 
 
 def has_login(server: str | None = None) -> bool:
