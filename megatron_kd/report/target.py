@@ -50,8 +50,8 @@ def find_target(runs: Sequence[RunRecord], wanted: float | None = None) -> Targe
     basis = "held-out evaluations"
     if any(len(curve.values) < EVALUATIONS_FOR_A_CURVE for curve in curves):
         trained = [training_curve(run) for run in runs]
-        widths = sorted({window(len(curve.values)) for curve in trained if curve.values})
-        basis = f"training curve, mean of {' or '.join(map(str, widths or [1]))} logged steps"
+        widths = sorted({window(len(curve.values)) for curve in trained if curve.values} - {1})
+        basis = f"training curve, mean of {' or '.join(map(str, widths))} logged steps" if widths else "training curve"
         curves = [curve.smooth() for curve in trained]
     final = [curve.values[-1] if curve.values else None for curve in curves]
     value = wanted

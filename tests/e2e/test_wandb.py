@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -86,10 +87,22 @@ def test_offline_files_hold_one_run_across_restarts(recipe: Path, tmp_path: Path
         config = {key: value for key, value in about["config"]["update"].items() if key != "_wandb"}
         resolved = yaml.safe_load((run / "recipe.yaml").read_text())
         resolved["training"]["train_iters"] = config["training"]["train_iters"]
+        assert config.pop("environment") == json.loads((run / "environment.json").read_text())
         assert config == resolved
         # Everything is drawn over tokens.
         steps = [record["metric"] for record in records(folder) if record["type"] == "metric"]
         assert any(step.get("glob_name") == "*" and step.get("step_metric") == "tokens" for step in steps)
+
+    # The comparison reads the same from wandb's files alone as from the run directory.
+    shutil.copytree(run / "wandb", tmp_path / "copied", symlinks=True)
+    columns = [
+        json.loads(succeed(warm("compare", place, "--out", tmp_path / "out", "--json")).stdout)["runs"][0]
+        for place in (run, tmp_path / "copied")
+    ]
+    assert columns[0]["iterations"] == 5 and columns[0]["git_revision"] is not None
+    for column in columns:
+        column.pop("directory")
+    assert columns[0] == pytest.approx(columns[1], rel=1e-12)
 
 
 @contextlib.contextmanager
