@@ -84,6 +84,10 @@ def comparability_notes(runs: Sequence[RunRecord], labels: Sequence[str], target
         )
     if len(heldout - {None}) > 1 and len(kinds) <= 1:
         notes.append("held-out KD was measured on different targets (other rows, or another K): levels do not compare")
+    seen: dict[str, str] = {}
+    for label, run in zip(labels, runs, strict=True):
+        if run.wandb_id is not None and (other := seen.setdefault(run.wandb_id, label)) != label:
+            notes.append(f"{other} and {label} are one run on wandb ({run.wandb_id}): the same run twice, or a copy")
     for label, hours, last in zip(labels, target.hours, target.final, strict=True):
         if target.value is not None and hours is None and last is not None:
             reason = "did not reach" if last > target.value else "recorded no times on the way to"

@@ -10,7 +10,7 @@ from megatron_kd.errors import KDError
 from megatron_kd.report.palette import COLOURS
 from megatron_kd.report.runs import RunRecord
 from megatron_kd.report.text import figure
-from megatron_kd.report.wandb_server import TIMEOUT_S, is_address, parse_address
+from megatron_kd.report.wandb_server import TIMEOUT_S, is_address, parse_address, reason_of
 from megatron_kd.training.wandb_view import default_server, has_login
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def publish_report(found: Comparison) -> str:
     except KDError:
         raise
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise KDError(f"no wandb report: {server} did not take it ({reason[:300]}): check login and network") from None
+        raise KDError(
+            f"no wandb report: {server} did not take it ({reason_of(error)}): check login and network"
+        ) from None
 
 
 def place_of(runs: Sequence[RunRecord]) -> tuple[str, str | None, str | None]:

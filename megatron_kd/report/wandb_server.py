@@ -69,13 +69,18 @@ def read_from_server(text: str) -> RunRecord:
         config = _configuration(run.config)
         rows = [dict(row) for row in run.scan_history(use_cache=False)]
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
         raise KDError(
-            f"{text}: cannot be read from {address.server} ({reason[:300]}): check address, login and network, or give "
-            "the run directory"
+            f"{text}: cannot be read from {address.server} ({reason_of(error)}): check address, login and network, or "
+            "give the run directory"
         ) from None
     rows.sort(key=lambda row: row.get("_step") or 0)
     return run_of_records(text, address.run, config, rows)
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong with a server, in a few words."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return f"no answer in {TIMEOUT_S} s" if "did not respond in time" in text else text[:300]
 
 
 def _configuration(config: Any) -> dict[str, Any]:

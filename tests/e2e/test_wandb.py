@@ -103,6 +103,11 @@ def test_offline_files_hold_one_run_across_restarts(recipe: Path, tmp_path: Path
     for column in columns:
         column.pop("directory")
     assert columns[0] == pytest.approx(columns[1], rel=1e-12)
+    # Without a login the table is printed all the same, and one line says what there is instead of a report.
+    done = warm("compare", run, "--out", tmp_path / "out", "--wandb-report", env={"HOME": str(tmp_path)})
+    assert done.returncode == 2 and "step time" in done.stdout
+    assert "run `wandb login`, or set WANDB_API_KEY" in done.stderr and "compare.html" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @contextlib.contextmanager

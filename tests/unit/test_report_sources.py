@@ -86,6 +86,12 @@ def test_what_names_a_run(trained: Path, files: list[Path]) -> None:
         find_runs([files[0], files[0]])
 
 
+def test_a_copy_is_noted(trained: Path, tmp_path: Path) -> None:
+    copied = shutil.copytree(trained, tmp_path / "copy", symlinks=True)
+    notes = compare([trained, copied], tmp_path / "out").notes
+    assert any("run and copy are one run on wandb" in note for note in notes)
+
+
 def test_damaged_files(files: list[Path], tmp_path: Path) -> None:
     """Half a file is what a killed run leaves: read up to there, with a note; none at all is an error."""
     log = next(files[0].glob("*.wandb"))
