@@ -54,9 +54,8 @@ def comparison_figure(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]
     panels["tokens"].set_title("lines: training, points: held-out split", loc="right", fontsize=8, color="#777777")
     _draw_bars(panels["time"], names, [summary.step_time_s for summary in summaries], "Step time, median (s)")
     _draw_bars(panels["memory"], names, [summary.peak_memory_gib for summary in summaries], memory_title(runs), False)
-    value = "a given KL" if target.value is None else f"KL {significant(target.value)}"
     hours = [summary.gpu_hours_to_target for summary in summaries]
-    _draw_bars(panels["reach"], names, hours, f"{unit[0].upper()}{unit[1:]} to {value}", False, "not reached")
+    _draw_bars(panels["reach"], names, hours, f"{unit[0].upper()}{unit[1:]} to {target.goal}", False, "not reached")
     handles, texts = panels["tokens"].get_legend_handles_labels()
     if handles:
         # As many columns as the longest text leaves room for, at about 13 characters an inch.

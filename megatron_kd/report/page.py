@@ -46,8 +46,7 @@ def comparison_page(
         text, frame = _chart(axis, title, x_label, curves, summaries, baselines(runs))
         drawn.append(text)
         geometry[axis] = frame
-    goal = "a given KL" if target.value is None else f"KL {figure(target.value)}"
-    to_goal = f"{unit[0].upper()}{unit[1:]} to {goal}"
+    to_goal = f"{unit[0].upper()}{unit[1:]} to {target.goal}"
     in_gib = partial(figure, digits=3, unit="GiB")
     bars = [
         _bars(to_goal, summaries, [run.gpu_hours_to_target for run in summaries], hours, "not reached"),
@@ -93,7 +92,7 @@ def _lead(summaries: Sequence[RunSummary], target: Target, unit: str) -> str:
     if len(reached) > 1 and target.value is not None:
         (best, label), (worst, other) = min(reached), max(reached)
         sentences.append(
-            f"{label} reaches KL {figure(target.value)} in {figure(best)} {unit}, {other} in {figure(worst)} "
+            f"{label} reaches {target.goal} in {figure(best)} {unit}, {other} in {figure(worst)} "
             f"({worst / best:.2f} times as much)."
         )
     used = [(run.peak_memory_gib, run.label) for run in summaries if run.peak_memory_gib]

@@ -112,7 +112,7 @@ def draw_chart(
         y = frame.y(level)
         parts.append(f'<line class="level" x1="{left:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
         text = f"unigram model, held-out: {level:.2f}"
-        parts.append(f'<text class="tick" text-anchor="end" x="{end:.1f}" y="{y - 5:.1f}">{text}</text>')
+        parts.append(f'<text class="said" text-anchor="end" x="{end:.1f}" y="{y - 5:.1f}">{text}</text>')
     for line in lines:
         parts += _draw_line(line, frame)
     if len(lines) <= LABELLED_RUNS:

@@ -51,7 +51,7 @@ def rows(target: Target, hours_name: str) -> list[Row]:
     found = list(ROWS)
     times: list[Row] = [(f"{hours_name}, training steps", lambda run: hours(run.gpu_hours))]
     if target.value is not None:
-        times.append((f"{hours_name} to KL {figure(target.value)}", lambda run: hours(run.gpu_hours_to_target)))
+        times.append((f"{hours_name} to {target.goal}", lambda run: hours(run.gpu_hours_to_target)))
     place = next(index for index, (title, _) in enumerate(found) if title.startswith("peak memory")) + 1
     return [*found[:place], *times, *found[place:]]
 

@@ -23,6 +23,7 @@ class Target:
         hours: of each run; None where it never got there, or recorded no times.
         final: the last value on that curve, of each run.
         given: whether the value was asked for.
+        measure: KL, JSD or TVD.
     """
 
     value: float | None
@@ -30,12 +31,18 @@ class Target:
     hours: list[float | None]
     final: list[float | None]
     given: bool = False
+    measure: str = "KL"
+
+    @property
+    def goal(self) -> str:
+        """What is to be reached, such as "KL 3.38"."""
+        return f"a given {self.measure}" if self.value is None else f"{self.measure} {figure(self.value)}"
 
     def explained(self, hours_name: str) -> str:
         """A sentence on what the hours to the target are."""
         origin = "as asked for" if self.given else "the highest of the runs' final values"
         return (
-            f"{hours_name} to KL {figure(self.value)} ({origin}): {self.basis}. They count training steps on all "
+            f"{hours_name} to {self.goal} ({origin}): {self.basis}. They count training steps on all "
             "ranks; starts, evaluations, saves and the capture of the cache, once for all runs on it, are not in them."
         )
 
@@ -57,7 +64,8 @@ def find_target(runs: Sequence[RunRecord], wanted: float | None = None) -> Targe
     value = wanted
     if value is None and len(_kinds(runs)) <= 1:
         value = max((last for last in final if last is not None), default=None)
-    return Target(value, basis, [_asked(curve, value) for curve in curves], final, wanted is not None)
+    measure = next(iter(_kinds(runs)), "kl").rpartition("_")[2].upper() if len(_kinds(runs)) <= 1 else "KL"
+    return Target(value, basis, [_asked(curve, value) for curve in curves], final, wanted is not None, measure)
 
 
 def _asked(curve: Curve, value: float | None) -> float | None:
@@ -91,7 +99,7 @@ def comparability_notes(runs: Sequence[RunRecord], labels: Sequence[str], target
     for label, hours, last in zip(labels, target.hours, target.final, strict=True):
         if target.value is not None and hours is None and last is not None:
             reason = "did not reach" if last > target.value else "recorded no times on the way to"
-            notes.append(f"{label} {reason} KL {figure(target.value)} (last: {figure(last)})")
+            notes.append(f"{label} {reason} {target.goal} (last: {figure(last)})")
     return notes
 
 

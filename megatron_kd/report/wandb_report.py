@@ -123,9 +123,8 @@ def build_report(found: Comparison, project: str, group: str | None, entity: str
 def _markdown(found: Comparison) -> str:
     """The figures that wandb does not compute: GPU-hours, held-out KD, notes."""
     unit = found.hours_name()
-    goal = "–" if found.target.value is None else figure(found.target.value)
     lines = [
-        f"| run | {unit} | {unit} to KL {goal} | peak GiB | held-out KD | agreement |",
+        f"| run | {unit} | {unit} to {found.target.goal} | peak GiB | held-out KD | agreement |",
         "|---|---|---|---|---|---|",
     ]
     for run in found.runs:

@@ -92,6 +92,7 @@ def test_divergences_of_different_kinds_have_no_common_target(tmp_path: Path) ->
     assert (found.value, found.hours) == (None, [None, None])
     (note,) = comparability_notes([kl, tvd], labels([kl, tvd]), found)
     assert "different divergences (forward_kl, tvd)" in note
+    assert find_target([tvd]).goal == "TVD 0.300" and find_target([kl]).goal == "KL 4.00"
 
 
 def test_targets_that_differ_are_noted(tmp_path: Path) -> None:
