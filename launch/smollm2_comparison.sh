@@ -24,3 +24,7 @@ for method in "${methods[@]}"; do
   run megatron-kd evaluate "$runs/$method"
 done
 run megatron-kd compare "${methods[@]/#/$runs/}" --out "$runs/compare"
+
+echo
+echo "Page:    $PWD/$runs/compare/compare.html"
+echo "Picture: $PWD/$runs/compare/compare.png"
