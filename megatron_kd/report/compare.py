@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -80,8 +81,8 @@ def compare(runs: Sequence[str | Path], out_dir: str | Path, kl: float | None = 
     Raises:
         KDError: when no run is given, one is given twice, is none, or cannot be reached.
     """
-    if kl is not None and not kl > 0:
-        raise ConfigError(f"--kl is {kl:g}, must be above 0")
+    if kl is not None and not 0 < kl < math.inf:
+        raise ConfigError(f"--kl is {kl:g}, must be a number above 0")
     records = [source.read() for source in find_runs(runs)]
     named = labels(records)
     target = find_target(records, kl)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_kd.errors import KDError
 from megatron_kd.report.runs import METRICS, RECIPE, RunRecord, read_run
-from megatron_kd.report.wandb_offline import offline_folders, read_offline, run_id
+from megatron_kd.report.wandb_offline import offline_folders, read_offline, run_id, start_of
 from megatron_kd.report.wandb_server import is_address, read_from_server
 
 
@@ -49,8 +49,8 @@ def find_runs(arguments: Sequence[str | Path]) -> list[Source]:
             before = found.get(key)
             if before is None:
                 found[key] = source
-            elif source.folders and before.folders and not set(source.folders) & set(before.folders):
-                joined = tuple(sorted({*before.folders, *source.folders}, key=lambda folder: folder.name))
+            elif source.folders and before.folders and not _places(source) & _places(before):
+                joined = tuple(sorted((*before.folders, *source.folders), key=start_of))
                 found[key] = Source(before.given, before.place, joined)
             elif not (_within_wandb(argument) and _within_wandb(before.given) and argument != before.given):
                 raise KDError(f"{argument}: given twice: name each run once")
@@ -78,6 +78,10 @@ def _named_by(argument: str) -> list[tuple[str, Source]]:
             before = found[identity].folders if identity in found else ()
             found[identity] = Source(argument, str(folder), (*before, folder))
     return list(found.items())
+
+
+def _places(source: Source) -> set[Path]:
+    return {folder.resolve() for folder in source.folders}
 
 
 def _is_run(path: Path) -> bool:

@@ -30,8 +30,13 @@ def offline_folders(path: Path) -> list[Path]:
         # latest-run is a link to one of them.
         folders = [folder for folder in inside if not folder.is_symlink() and _log(folder) is not None]
         if folders:
-            return sorted(folders, key=lambda folder: folder.name.removeprefix("offline-"))
+            return sorted(folders, key=start_of)
     return []
+
+
+def start_of(folder: Path) -> str:
+    """What folders sort by: the time of the start, which their names have behind "run-" or "offline-run-"."""
+    return folder.name.removeprefix("offline-")
 
 
 def run_id(folder: Path) -> str:

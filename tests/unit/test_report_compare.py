@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import subprocess
 import sys
 from itertools import combinations
@@ -163,6 +164,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     with pytest.raises(KDError, match="given twice"):
         compare([run, tmp_path / "empty" / ".." / "a"], tmp_path)
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"--kl is \S+, must be a number above 0"):
+            compare([run], tmp_path, wrong)
     (run / "recipe.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"recipe\.yaml, line 1"):
         compare([run], tmp_path)
