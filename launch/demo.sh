@@ -28,5 +28,6 @@ run megatron-kd compare runs/demo/online runs/demo/offline --out runs/demo/compa
 echo
 echo "Done in $((SECONDS - started)) s."
 echo "Picture:         $PWD/runs/demo/compare/compare.png"
+echo "Page:            $PWD/runs/demo/compare/compare.html"
 echo "Run directories: $PWD/runs/demo/online"
 echo "                 $PWD/runs/demo/offline"

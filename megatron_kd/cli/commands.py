@@ -267,29 +267,6 @@ def evaluate(
 
 
 @app.command()
-def compare(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run directories.")],
-    out: Annotated[Path, typer.Option(help="Folder for the picture.")] = Path("runs/compare"),
-    json_: Json = False,
-) -> None:
-    """Compare runs in a table and a picture.
-
-    Loss, step time and memory of each run, and the settings in which their recipes differ.
-    """
-    from megatron_kd.report import compare as run
-
-    comparison = run(runs, out)
-    if json_:
-        print_json(comparison.to_json())
-        return
-    from rich.console import Console
-
-    console = Console()
-    console.print(comparison.table())
-    console.print(f"picture: {comparison.figure}", highlight=False, soft_wrap=True)
-
-
-@app.command()
 def version() -> None:
     """Print the version."""
     print(__version__)

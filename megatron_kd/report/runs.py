@@ -11,6 +11,9 @@ from typing import Any
 from megatron_kd.config.yaml_text import read_mapping
 from megatron_kd.errors import KDError
 
+ENVIRONMENT_KEY = "environment"
+"""Where wandb's configuration of a run keeps versions, revision and hardware, beside the sections of the recipe."""
+WANDB_RUN = "wandb_run.json"
 RECIPE, ENVIRONMENT, METRICS, EVALUATIONS = "recipe.yaml", "environment.json", "metrics.jsonl", "evaluations"
 
 
@@ -19,21 +22,23 @@ class RunRecord:
     """What a run left behind.
 
     Attributes:
-        directory: the run directory as it was given.
+        place: the run directory, wandb folder or address that it was read from.
         recipe: the resolved recipe, empty where the file is missing.
         environment: versions, revision and hardware, empty where the file is missing.
         metrics: one mapping per logged iteration, in rising order. An iteration may have several lines: a step and
             its evaluation, or the same step before and after a resume, where the later one counts.
         evaluations: one mapping per evaluation, by rising iteration.
         notes: what was missing or could not be read, a sentence each.
+        wandb_id: the id of its run on wandb, None where there is none.
     """
 
-    directory: Path
+    place: str
     recipe: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    wandb_id: str | None = None
 
     def setting(self, dotted: str) -> Any:
         """A value of the recipe by its dotted key, None where it is not there."""
@@ -41,6 +46,11 @@ class RunRecord:
         for name in dotted.split("."):
             value = value.get(name) if isinstance(value, dict) else None
         return value
+
+    def world_size(self) -> int | None:
+        """Ranks of the run, as the recipe has them."""
+        nodes, per_node = self.setting("cluster.nodes"), self.setting("cluster.gpus_per_node")
+        return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
 
     def series(self, key: str) -> tuple[list[float], list[float]]:
         """A metric over trained tokens: (tokens, values), where both are finite numbers."""
@@ -84,15 +94,60 @@ def read_run(directory: str | Path) -> RunRecord:
         notes.append(f"{directory / RECIPE} is missing: method and layout are unknown")
     environment = _read_object(directory / ENVIRONMENT, notes)
     metrics = _read_metrics(directory / METRICS, notes)
+    notes += _of_no_number(metrics, str(directory / METRICS))
+    wandb = directory / WANDB_RUN
+    identity = _read_object(wandb, notes).get("id") if wandb.is_file() else None
     evaluations = [_read_object(path, notes) for path in sorted((directory / EVALUATIONS).glob("*.json"))]
     return RunRecord(
-        directory=directory,
+        place=str(directory),
         recipe=recipe,
         environment=environment,
         metrics=[_in_nats(row, recipe) for row in _by_iteration(metrics)],
         evaluations=_by_iteration(evaluations),
         notes=notes,
+        wandb_id=identity if isinstance(identity, str) else None,
     )
+
+
+def run_of_records(
+    place: str,
+    wandb_id: str,
+    config: dict[str, Any],
+    rows: list[dict[str, Any]],
+    notes: list[str] | None = None,
+) -> RunRecord:
+    """A run as wandb has it: its configuration and all that was logged, in the order of logging.
+
+    Args:
+        config: the recipe, with ``environment`` beside its sections.
+    """
+    recipe = {key: value for key, value in config.items() if key not in ("_wandb", ENVIRONMENT_KEY)}
+    environment = config.get(ENVIRONMENT_KEY)
+    notes = list(notes or [])
+    rows = [{key: value for key, value in row.items() if not key.startswith("_")} for row in rows]
+    if not any(number(row.get("iteration")) is not None for row in rows):
+        notes.append(f"{place} holds no metrics yet")
+    if not recipe:
+        notes.append(f"{place} holds no recipe: method and layout are unknown")
+    notes += _of_no_number(rows, place)
+    return RunRecord(
+        place=place,
+        recipe=recipe,
+        environment=environment if isinstance(environment, dict) else {},
+        metrics=[_in_nats(row, recipe) for row in _by_iteration(rows)],
+        evaluations=_by_iteration([row for row in rows if "eval/kd" in row]),
+        notes=notes,
+        wandb_id=wandb_id,
+    )
+
+
+def _of_no_number(rows: list[dict[str, Any]], place: str) -> list[str]:
+    """A note where the loss was NaN or infinite: the curve has a hole there, and the training went wrong."""
+    bad = [row.get("iteration") for row in rows if "loss/kd" in row and number(row["loss/kd"]) is None]
+    if not bad:
+        return []
+    steps = "iteration" if len(bad) == 1 else f"{len(bad)} iterations, the first"
+    return [f"{place}: loss/kd is no finite number at {steps} {bad[0]}; left out"]
 
 
 def _in_nats(row: dict[str, Any], recipe: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from megatron_kd.config import recipe_differences
+from megatron_kd.report.curves import Clock
 from megatron_kd.report.runs import RunRecord, number
 
 ALWAYS_DIFFERENT = {"name", "run_dir"}
@@ -43,7 +44,15 @@ class RunSummary:
     tokens_per_s: float | None
     """Median over the logged iterations, all ranks together."""
     tflops_per_gpu: float | None
-    """Median over the logged iterations."""
+    """Of the student; median over the logged iterations."""
+    tflops_per_gpu_with_teacher: float | None
+    """With the teacher's forward pass where it runs in the step."""
+    gpu_hours: float | None
+    """Of the training steps, all ranks together."""
+    gpu_hours_to_target: float | None
+    """The same until the run was first at the target of the comparison."""
+    final_kd: float | None
+    """Last value of the curve that the target is looked up on."""
     peak_memory_gib: float | None
     """Highest of any rank and iteration."""
     cache_wait_s: float | None
@@ -61,19 +70,22 @@ class RunSummary:
     agreement_before: float | None
     """Fraction of held-out positions at which student and teacher prefer the same token."""
     agreement_after: float | None
+    git_revision: str | None
 
 
-def summarize(run: RunRecord, label: str) -> RunSummary:
+def summarize(
+    run: RunRecord, label: str, hours_to_target: float | None = None, final_kd: float | None = None
+) -> RunSummary:
     """The figures of a run. Never raises: what is missing is None."""
     kd_before, kd_after = _before_after(run, "eval/kd")
     perplexity_before, perplexity_after = _before_after(run, "eval/perplexity")
     agreement_before, agreement_after = _before_after(run, "eval/top1_agreement")
     train_kd = _values(run.metrics, "kd")
     unigram = _values(run.evaluations, "eval/unigram_kd")
-    per_rank, world = _median(run, "perf/tokens_per_s_per_gpu"), world_size(run)
+    per_rank, world = _median(run, "perf/tokens_per_s_per_gpu"), run.world_size()
     return RunSummary(
         label=label,
-        directory=str(run.directory),
+        directory=run.place,
         name=_text(run.setting("name")),
         method=method(run),
         targets=targets(run),
@@ -83,6 +95,10 @@ def summarize(run: RunRecord, label: str) -> RunSummary:
         step_time_s=_median(run, "perf/step_time_s"),
         tokens_per_s=per_rank * world if per_rank is not None and world is not None else None,
         tflops_per_gpu=_median(run, "perf/tflops_per_gpu"),
+        tflops_per_gpu_with_teacher=_median(run, "perf/tflops_per_gpu_with_teacher"),
+        gpu_hours=Clock(run).total,
+        gpu_hours_to_target=hours_to_target,
+        final_kd=final_kd,
         peak_memory_gib=max(_values(run.metrics, "memory/peak_gib"), default=None),
         cache_wait_s=_median(run, "data/cache_wait_s"),
         train_kd_first=train_kd[0] if train_kd else None,
@@ -95,6 +111,7 @@ def summarize(run: RunRecord, label: str) -> RunSummary:
         perplexity_after=perplexity_after,
         agreement_before=agreement_before,
         agreement_after=agreement_after,
+        git_revision=_text(run.environment.get("git_revision")),
     )
 
 
@@ -114,15 +131,9 @@ def targets(run: RunRecord) -> str | None:
     return f"top {top_k}" if top_k is not None else None
 
 
-def world_size(run: RunRecord) -> int | None:
-    """Ranks of the run, as the recipe has them."""
-    nodes, per_node = run.setting("cluster.nodes"), run.setting("cluster.gpus_per_node")
-    return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else None
-
-
 def layout(run: RunRecord) -> str | None:
     """Ranks and how they share the work, such as "3 × cpu, TP 3 + SP"."""
-    world = world_size(run)
+    world = run.world_size()
     if world is None:
         return None
     parts = [f"{world} × {run.setting('cluster.gpu') or 'unknown device'}", *_sharing(run)]
@@ -130,6 +141,12 @@ def layout(run: RunRecord) -> str | None:
     if world > model_parallel:
         parts.append(f"DP {world // model_parallel}")
     return ", ".join(parts)
+
+
+def hours_name(runs: Sequence[RunRecord]) -> str:
+    """What the time of a rank is called: on a CPU there are no GPU-hours."""
+    gpus = {run.setting("cluster.gpu") for run in runs} - {None}
+    return "rank-hours" if gpus == {"cpu"} else "GPU-hours"
 
 
 def _sharing(run: RunRecord) -> list[str]:
@@ -143,8 +160,11 @@ def _sharing(run: RunRecord) -> list[str]:
 
 def setting_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[Any]]]:
     """Every setting that is not the same in all recipes, but name and run_dir, with its value in each run."""
-    first = runs[0].recipe
-    keys = {key for run in runs[1:] for key, _, _ in recipe_differences(first, run.recipe)}
+    known = [run for run in runs if run.recipe]
+    if not known:
+        return []
+    first = known[0].recipe
+    keys = {key for run in known[1:] for key, _, _ in recipe_differences(first, run.recipe)}
     return [(key, [run.setting(key) for run in runs]) for key in sorted(keys - ALWAYS_DIFFERENT)]
 
 
@@ -163,12 +183,13 @@ def labels(runs: Sequence[RunRecord]) -> list[str]:
     if len(differences) == 1:
         key, values = differences[0]
         choices.append([f"{key.rpartition('.')[2]} {value}" for value in values])
-    choices += [[_text(run.setting("name")) for run in runs], [run.directory.name for run in runs]]
+    choices.append([_text(run.setting("name")) for run in runs])
+    choices.append([run.place.rstrip("/").rpartition("/")[2] for run in runs])
     for choice in choices:
         texts = [text for text in choice if text]
         if len(texts) == len(runs) and len(set(texts)) == len(runs):
             return texts
-    return [str(run.directory) for run in runs]
+    return [run.place for run in runs]
 
 
 def _text(value: Any) -> str | None:

@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_kd.report.summary import RunSummary
-from megatron_kd.report.text import DASH, count, figure, percent, seconds
+from megatron_kd.report.target import Target
+from megatron_kd.report.text import DASH, count, figure, hours, percent, seconds
 
 
 def _change(before: float | None, after: float | None, show: Callable[[float | None], str]) -> str:
@@ -23,7 +24,8 @@ def _heldout(run: RunSummary) -> str:
     return _change(run.heldout_kd_before, run.heldout_kd_after, figure) + factor
 
 
-ROWS: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
+Row = tuple[str, Callable[[RunSummary], str]]
+ROWS: tuple[Row, ...] = (
     ("run directory", lambda run: run.directory),
     ("method", lambda run: run.method or DASH),
     ("teacher's targets", lambda run: run.targets or DASH),
@@ -33,7 +35,8 @@ ROWS: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
     ("step time, median", lambda run: seconds(run.step_time_s)),
     ("waiting for targets", lambda run: seconds(run.cache_wait_s)),
     ("tokens/s, all ranks", lambda run: figure(run.tokens_per_s, 4)),
-    ("TFLOP/s per rank", lambda run: figure(run.tflops_per_gpu)),
+    ("TFLOP/s per rank, student", lambda run: figure(run.tflops_per_gpu)),
+    ("  teacher included", lambda run: figure(run.tflops_per_gpu_with_teacher)),
     ("peak memory of a rank", lambda run: figure(run.peak_memory_gib, 3, "GiB")),
     ("training KD, first → last", lambda run: _change(run.train_kd_first, run.train_kd_last, figure)),
     ("held-out KD, before → after", _heldout),
@@ -43,17 +46,32 @@ ROWS: tuple[tuple[str, Callable[[RunSummary], str]], ...] = (
 )
 
 
+def rows(target: Target, hours_name: str) -> list[Row]:
+    """All rows of the table: a title, and the text of a run's cell."""
+    found = list(ROWS)
+    times: list[Row] = [(f"{hours_name}, training steps", lambda run: hours(run.gpu_hours))]
+    if target.value is not None:
+        times.append((f"{hours_name} to {target.goal}", lambda run: hours(run.gpu_hours_to_target)))
+    place = next(index for index, (title, _) in enumerate(found) if title.startswith("peak memory")) + 1
+    return [*found[:place], *times, *found[place:]]
+
+
 def comparison_table(
-    runs: Sequence[RunSummary], differences: Sequence[tuple[str, Sequence[Any]]], notes: Sequence[str]
+    runs: Sequence[RunSummary],
+    target: Target,
+    hours_name: str,
+    differences: Sequence[tuple[str, Sequence[Any]]],
+    notes: Sequence[str],
 ) -> RenderableType:
     """The table of figures, the settings that differ and the notes, to be printed by a rich console.
 
     Args:
+        hours_name: GPU-hours or rank-hours.
         differences: a dotted key of the recipe and its value in each run.
-        notes: what was missing or unreadable.
+        notes: what was missing or unreadable, and what must not be compared.
     """
     table = _table("Comparison of runs", "", runs)
-    for title, show in ROWS:
+    for title, show in rows(target, hours_name):
         table.add_row(title, *(Text(show(run)) for run in runs))
     parts: list[RenderableType] = [table]
     if differences:
@@ -63,6 +81,8 @@ def comparison_table(
         parts.append(settings)
     elif len(runs) > 1:
         parts.append(Text("The recipes are equal."))
+    if target.value is not None:
+        parts.append(Text(target.explained(hours_name)))
     parts += [Text(f"note: {note}", style="yellow") for note in notes]
     return Group(*parts)
 

@@ -34,3 +34,18 @@ def seconds(value: float | None) -> str:
 def percent(value: float | None) -> str:
     """A fraction as per cent with one place."""
     return DASH if value is None else f"{value:.1%}"
+
+
+def hours(value: float | None) -> str:
+    """GPU-hours with three digits, or GPU-seconds where the runs are that short."""
+    if value is not None and value < 0.01:
+        return figure(value * 3600, 3, "s")
+    return figure(value, 3, "h")
+
+
+def short_count(value: float) -> str:
+    """For the ticks of an axis: 16000 → 16k."""
+    for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"

@@ -8,6 +8,7 @@ import os
 import secrets
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import yaml
 
@@ -16,6 +17,8 @@ from megatron_kd.files import write_json
 
 logger = logging.getLogger(__name__)
 
+# The hosted service has two names and takes a login for either.
+_HOSTED = {"api.wandb.ai", "api.forge.coreweave.com"}
 # wandb's own variables, with our values where they are not set: what a silent server may cost a run in all.
 _PATIENCE = {"WANDB_INIT_TIMEOUT": "30", "WANDB_FINISH_TIMEOUT": "60", "WANDB_FINISH_TIMEOUT_RAISES": "true"}
 
@@ -27,7 +30,11 @@ class WandbView:
     """
 
     def __init__(self, recipe: Recipe, run_dir: Path) -> None:
-        """Never raises for the network's or the account's sake: it goes offline and says so in the log."""
+        """Never raises for the network's or the account's sake: it goes offline and says so in the log.
+
+        The configuration of the run is the resolved recipe, section by section, and ``environment``: the versions, the
+        git revision and the hardware that the run directory has in environment.json.
+        """
         settings = recipe.logging.wandb
         assert settings is not None
         self._run: Any = None
@@ -52,7 +59,7 @@ class WandbView:
             "id": _run_id(run_dir),
             "resume": "allow",
             "dir": str(run_dir),
-            "config": yaml.safe_load(dump_recipe(recipe)),
+            "config": {**yaml.safe_load(dump_recipe(recipe)), "environment": _environment(run_dir)},
         }
         for attempt in dict.fromkeys((mode, "offline")):
             try:
@@ -104,17 +111,30 @@ def _sync_line(run_dir: Path) -> str:
     return f"wandb sync {run_dir}/wandb/offline-run-*"
 
 
-def has_login() -> bool:
-    """Whether an API key is in the environment or in ~/.netrc."""
+def default_server() -> str:
+    """The server that wandb talks to: of WANDB_BASE_URL, of ``wandb login --host``, or the hosted one."""
+    import wandb
+
+    return str(wandb.setup().settings.base_url).rstrip("/")
+
+
+def has_login(server: str | None = None) -> bool:
+    """Whether a key for a server is at hand, by default for ``default_server()``."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     import netrc
 
+    host = urlsplit(server or default_server()).netloc
     try:
-        host = os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai").split("://")[-1].split("/")[0]
-        return netrc.netrc().authenticators(host) is not None
+        known = netrc.netrc(os.environ.get("NETRC"))
+        return any(known.authenticators(name) for name in (_HOSTED if host in _HOSTED else {host}))
     except (OSError, netrc.NetrcParseError):
         return False
+
+
+def _environment(run_dir: Path) -> Any:
+    file = run_dir / "environment.json"
+    return json.loads(file.read_text()) if file.exists() else None
 
 
 def _run_id(run_dir: Path) -> str:

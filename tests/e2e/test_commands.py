@@ -147,13 +147,27 @@ def test_compare(folder: Path) -> None:
     assert [run["targets"] for run in found["runs"]] == ["top 20", "full distribution"]
     assert found["runs"][1]["layout"] == "2 × cpu, DP 2" and found["runs"][0]["iterations"] == STEPS
     assert {"teacher.mode", "cluster.gpus_per_node"} <= {entry["key"] for entry in found["differences"]}
-    assert found["notes"] == []
+    (note,) = found["notes"]
+    assert "training KD is over" in note and "held-out KD was measured on the same targets" in note
+    assert found["runs"][0]["gpu_hours"] > 0 and found["target"]["kl"] > 0 and found["hours"] == "rank-hours"
+    page = Path(found["page"]).read_text()
+    assert all(run["label"] in page for run in found["runs"]) and "src=" not in page
     picture = matplotlib.image.imread(found["figure"])
     assert picture.shape[0] > 300 and picture.shape[1] > 300 and picture.shape[2] in (3, 4)
     assert np.unique(picture[..., :3].reshape(-1, 3), axis=0).shape[0] > 10, "lines, text and background"
     table = succeed(warm("compare", folder / "run", folder / "online", "--out", out)).stdout
-    for word in ("offline fused", "online fused", "held-out KD", "peak memory", "unigram", f"picture: {out}"):
+    for word in (
+        "offline fused",
+        "online fused",
+        "held-out KD",
+        "peak memory",
+        "unigram",
+        "rank-hours to KL",
+        f"picture: {out}",
+    ):
         assert word in table
+    asked = warm("compare", folder / "run", "--out", out, "--kl", "1e-9").stdout
+    assert "did not reach KL 1.00e-09" in " ".join(asked.split())
 
 
 def test_show_is_quick_and_complete(recipe: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.server
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -86,10 +87,29 @@ def test_offline_files_hold_one_run_across_restarts(recipe: Path, tmp_path: Path
         config = {key: value for key, value in about["config"]["update"].items() if key != "_wandb"}
         resolved = yaml.safe_load((run / "recipe.yaml").read_text())
         resolved["training"]["train_iters"] = config["training"]["train_iters"]
+        started_in, described = config.pop("environment"), json.loads((run / "environment.json").read_text())
+        assert started_in.keys() == described.keys() and started_in["hardware"] == described["hardware"]
+        assert folder != folders[-1] or started_in == described  # the run directory describes the last start
         assert config == resolved
         # Everything is drawn over tokens.
         steps = [record["metric"] for record in records(folder) if record["type"] == "metric"]
         assert any(step.get("glob_name") == "*" and step.get("step_metric") == "tokens" for step in steps)
+
+    # The comparison reads the same from wandb's files alone as from the run directory.
+    shutil.copytree(run / "wandb", tmp_path / "copied", symlinks=True)
+    columns = [
+        json.loads(succeed(warm("compare", place, "--out", tmp_path / "out", "--json")).stdout)["runs"][0]
+        for place in (run, tmp_path / "copied")
+    ]
+    assert columns[0]["iterations"] == 5 and columns[0]["git_revision"] is not None
+    assert columns[0].pop("directory") != columns[1].pop("directory")
+    for name, value in columns[0].items():
+        assert columns[1][name] == (pytest.approx(value, rel=1e-12) if isinstance(value, float) else value), name
+    # Without a login the table is printed all the same, and one line says what there is instead of a report.
+    done = warm("compare", run, "--out", tmp_path / "out", "--wandb-report", env={"HOME": str(tmp_path)})
+    assert done.returncode == 2 and "step time" in done.stdout
+    assert "run `wandb login`, or set WANDB_API_KEY" in done.stderr and "compare.html" in done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
 
 
 @contextlib.contextmanager

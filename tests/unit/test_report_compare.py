@@ -16,51 +16,14 @@ from matplotlib.image import imread
 from matplotlib.text import Text
 from rich.console import Console
 
-from megatron_kd.config import dump_recipe, load_recipe
 from megatron_kd.errors import ConfigError, KDError
 from megatron_kd.report import compare, read_run
-from megatron_kd.report.figure import comparison_figure, moving_average
+from megatron_kd.report.curves import moving_average
+from megatron_kd.report.figure import comparison_figure
 from megatron_kd.report.summary import labels, summarize
-from megatron_kd.report.text import figure, seconds
-
-REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-def write_run(
-    directory: Path,
-    *overrides: str,
-    recipe: str = "smollm2_cpu",
-    kd: tuple[float, ...] = (8.0, 6.0, 5.0, 4.0),
-    evaluations: tuple[tuple[int, float], ...] = ((0, 9.0), (2, 6.0), (4, 4.5)),
-) -> Path:
-    """A run directory as training leaves it, with one step of 480 tokens for each value of ``kd``."""
-    (directory / "evaluations").mkdir(parents=True)
-    (directory / "recipe.yaml").write_text(dump_recipe(load_recipe(REPOSITORY / f"recipes/{recipe}.yaml", overrides)))
-    (directory / "environment.json").write_text('{"torch": "2.13"}')
-    lines = [
-        {
-            "iteration": step,
-            "tokens": 480 * step,
-            "samples": 2 * step,
-            "loss/kd": value,
-            "perf/step_time_s": 1.0 + step,
-            "perf/tokens_per_s_per_gpu": 100.0 * step,
-            "memory/peak_gib": 2.0 - 0.1 * step,
-        }
-        for step, value in enumerate(kd, start=1)
-    ]
-    (directory / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    for step, value in evaluations:
-        row = {
-            "iteration": step,
-            "tokens": 480 * step,
-            "eval/kd": value,
-            "eval/perplexity": math.exp(value),
-            "eval/top1_agreement": 0.1 * step,
-            "eval/unigram_kd": 5.0,
-        }
-        (directory / "evaluations" / f"iter_{step:07d}.json").write_text(json.dumps(row))
-    return directory
+from megatron_kd.report.target import find_target
+from megatron_kd.report.text import figure, hours, seconds
+from tests.unit.report_runs import REPOSITORY, write_run
 
 
 def append(path: Path, text: str) -> None:
@@ -106,7 +69,8 @@ def test_comparison_of_two_runs(tmp_path: Path) -> None:
     offline = write_run(tmp_path / "offline", "training.train_iters=70")
     found = compare([online, offline], tmp_path / "out")
     assert [run.label for run in found.runs] == ["online fused", "offline fused"]
-    assert found.notes == []
+    (note,) = found.notes
+    assert "a KL over the top K and one bucket is a lower bound of the whole one" in note
     assert dict(found.differences)["training.train_iters"][1] == 70
     assert dict(found.differences)["teacher.mode"] == ["online", "offline"]
     assert not {"name", "run_dir"} & dict(found.differences).keys()
@@ -155,7 +119,8 @@ def test_interrupted_and_resumed_metrics(tmp_path: Path) -> None:
     assert [row["iteration"] for row in record.metrics] == [1, 2, 3, 4]
     assert record.metrics[3]["loss/kd"] == 3.0  # after a resume the later line counts
     assert record.series("loss/kd") == ([480.0, 960.0, 1920.0], [8.0, 6.0, 3.0])  # NaN is no figure
-    assert len(record.notes) == 1 and "line 5 is no JSON object" in record.notes[0]
+    assert len(record.notes) == 2 and "line 5 is no JSON object" in record.notes[0]
+    assert record.notes[1].endswith("loss/kd is no finite number at iteration 3; left out")
     json.dumps(compare([run], tmp_path / "out").to_json(), allow_nan=False)
 
 
@@ -199,6 +164,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a")
     with pytest.raises(KDError, match="given twice"):
         compare([run, tmp_path / "empty" / ".." / "a"], tmp_path)
+    for wrong in (0.0, -1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match=r"--kl is \S+, must be a number above 0"):
+            compare([run], tmp_path, wrong)
     (run / "recipe.yaml").write_text("a: [")
     with pytest.raises(ConfigError, match=r"recipe\.yaml, line 1"):
         compare([run], tmp_path)
@@ -217,7 +185,8 @@ def test_no_texts_overlap_in_the_picture(tmp_path: Path, count: int) -> None:
         for index in range(count)
     ]
     records = [read_run(place) for place in places]
-    picture = comparison_figure(records, [summarize(*pair) for pair in zip(records, labels(records), strict=True)])
+    summaries = [summarize(*pair) for pair in zip(records, labels(records), strict=True)]
+    picture = comparison_figure(records, summaries, find_target(records))
     picture.canvas.draw()
     ticks, drawn_ticks = _tick_texts(picture)
     boxes = {
@@ -268,6 +237,7 @@ def test_significant_digits(value: float | None, text: str) -> None:
 
 def test_short_times_are_in_milliseconds() -> None:
     assert (seconds(0.0021), seconds(2.0), seconds(None)) == ("2.10 ms", "2.00 s", "–")
+    assert (hours(0.001), hours(12.345), hours(None)) == ("3.60 s", "12.3 h", "–")
 
 
 def test_comparing_needs_no_torch() -> None:
