@@ -36,7 +36,8 @@ def test_a_job_that_fails(tmp_path: Path) -> None:
             status.begin()
             raise KeyboardInterrupt
 
-    pytest.raises(KeyboardInterrupt, job)
+    with pytest.raises(KeyboardInterrupt):
+        job()
     assert read(path) == {"state": "failed"}
 
 
@@ -49,7 +50,8 @@ def test_a_finished_job_that_is_looked_at_again_stays_finished(tmp_path: Path) -
             status.update(iteration=3)
             raise ValueError("no cache")
 
-    pytest.raises(ValueError, job)
+    with pytest.raises(ValueError):
+        job()
     assert read(path) == {"state": "finished"}
 
 
