@@ -60,10 +60,10 @@ trap '' USR1 # the ranks inherit it: until they have a handler, a signal to stop
 # In a session of its own, so that the terminal's Ctrl-C comes here alone.
 setsid "${launcher[@]}" megatron-kd "${words[@]}" &
 work=$!
-for name in INT TERM HUP USR1; do
-  # shellcheck disable=SC2064 # the name of now
-  trap "on_signal $name" "$name"
-done
+trap 'on_signal INT' INT
+trap 'on_signal TERM' TERM
+trap 'on_signal HUP' HUP
+trap 'on_signal USR1' USR1
 wait_for "$work"
 [[ -z $asking ]] || kill "$asking" 2>/dev/null || true
 exit "$code"

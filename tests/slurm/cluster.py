@@ -132,6 +132,20 @@ class Cluster:
         [output] = [word.removeprefix("StdOut=") for word in facts if word.startswith("StdOut=")]
         return Job(self, number, Path(output))
 
+    def ranks(self, node: str) -> list[int]:
+        """Process ids of the ranks on a node, or on all whose names begin so."""
+        pids = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                state = (folder / "stat").read_text().rpartition(") ")[2][0]
+            except OSError:
+                continue
+            ours = f"SLURM_CONF={self.environment['SLURM_CONF']}".encode() in variables and state != "Z"
+            if ours and any(v.startswith(f"SLURMD_NODENAME={node}".encode()) for v in variables):
+                pids += [int(folder.name)] if any(v.startswith(b"RANK=") for v in variables) else []
+        return pids
+
     def nodes(self, state: str) -> int:
         """How many nodes are in a state."""
         return len(self.run("sinfo", "--noheader", "--Node", f"--states={state}").split("\n")) - 1

@@ -13,9 +13,8 @@ import pytest
 from tests.assets import succeed, tiny_recipe
 from tests.models_oracles import tiny_gpt_oss_folder
 from tests.slurm.cluster import Cluster, missing
+from tests.slurm.runs import SAVE, STEPS
 from tests.warm import warm
-
-STEPS, SAVE = 60, 10
 
 
 @pytest.fixture(scope="session")

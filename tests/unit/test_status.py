@@ -50,7 +50,7 @@ def test_a_finished_job_that_is_looked_at_again_stays_finished(tmp_path: Path) -
             status.update(iteration=3)
             raise ValueError("no cache")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="no cache"):
         job()
     assert read(path) == {"state": "finished"}
 
