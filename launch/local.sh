@@ -10,7 +10,7 @@ source "$root/launch/lib/arguments.sh"
 source "$root/launch/lib/recipe.sh"
 source "$root/launch/lib/wait.sh"
 KD_RECIPE=${KD_RECIPE:-}
-export PATH="${KD_VENV:-$root/.venv}/bin:$PATH"
+enter_venv
 
 parse_arguments "$@"
 file=$(recipe_file)

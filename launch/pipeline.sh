@@ -9,7 +9,8 @@ set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/lib/say.sh"
 source "$root/launch/lib/recipe.sh"
-export KD_ROOT=$root PATH="${KD_VENV:-$root/.venv}/bin:$PATH"
+export KD_ROOT=$root
+enter_venv
 
 options=()
 while [[ ${1:-} == -* ]]; do
@@ -49,7 +50,9 @@ trap '((${#submitted[@]} == 0)) || scancel "${submitted[@]}"' ERR
 submit() {
   local stage=$1 words=(--parsable --job-name="$name-$1" --output="$logs/%x-%j.out" "${shape[@]}")
   shift
-  if [[ $stage == capture && ${KD_CAPTURE_JOBS:-1} -gt 1 ]]; then words+=(--array="1-$KD_CAPTURE_JOBS"); fi
+  if [[ $stage == capture && ${KD_CAPTURE_JOBS:-1} -gt 1 ]]; then
+    words+=(--array="1-$KD_CAPTURE_JOBS" --output="$logs/%x-%A_%a.out")
+  fi
   if ((${#submitted[@]})); then words+=(--dependency="afterok:${submitted[-1]}" --kill-on-invalid-dep=yes); fi
   job=$(sbatch "${words[@]}" "${options[@]}" "$root/launch/job.sh" "$stage" "$file" "$@")
   job=${job%%;*}

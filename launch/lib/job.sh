@@ -32,6 +32,20 @@ choose_part() {
   options+=("--part=$SLURM_ARRAY_TASK_ID/$parts")
 }
 
+# One line for everything that is wrong, however many nodes say it; a mistake in the recipe is nobody's own.
+gather_complaints() {
+  awk -F'\t' '
+    NF < 2 { if (/error:/ && !seen[$0]++) print; next }
+    !($2 in count) { order[++kinds] = $2 }
+    ++count[$2] <= 4 { nodes[$2] = nodes[$2] (count[$2] > 1 ? " " : "") $1 }
+    END {
+      for (i = 1; i <= kinds; i++) {
+        what = order[i]; more = count[what] - 4
+        printf "launch: error: %s%s: %s\n", nodes[what], (more > 0 ? " and " more " more nodes" : ""), what
+      }
+    }' "$@"
+}
+
 look_around() {
   local failed=0 log=$job_dir/preflight
   rm -f "$job_dir"/recipe.values "$log".*
@@ -40,7 +54,7 @@ look_around() {
   if ((failed)); then
     ((failed == 3)) || cat "$log".* >&2
     ((failed == 3)) || die "the nodes could not be looked at (status $failed)${KD_CONTAINER:+; KD_CONTAINER is $KD_CONTAINER}"
-    awk '/error:/ && !seen[$0]++' "$log".[0-9]* >&2 # a mistake in the recipe is the same on every node
+    gather_complaints "$log".[0-9]* >&2
     exit 2
   fi
   rm -f "$log".*

@@ -11,7 +11,7 @@ node=${SLURMD_NODENAME:-$(uname -n)}
 failed=0
 
 complain() {
-  printf 'launch: error: %s: %s\n' "$node" "$*"
+  printf '%s\t%s\n' "$node" "$*" # NODE, tab, what is wrong: the job's log names all nodes of which it is so
   failed=3
 }
 

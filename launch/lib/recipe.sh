@@ -1,9 +1,11 @@
 # shellcheck shell=bash
 # What the scripts need to know of a recipe, read by megatron-kd itself and without torch.
 
+# The last is never empty: $(…) drops empty lines at the end.
 readonly FIELDS=(
-  name run_dir cluster.nodes cluster.gpus_per_node cluster.gpu data.samples teacher.mode teacher.engine teacher.cache
+  cluster.nodes cluster.gpus_per_node cluster.gpu data.samples teacher.mode teacher.engine teacher.cache
   teacher.checkpoint student.checkpoint student.from_teacher logging.wandb.mode
+  name run_dir
 )
 declare -A recipe=()
 

@@ -4,14 +4,14 @@
 choose_environment() {
   container=()
   if [[ -z ${KD_CONTAINER:-} ]]; then
-    export PATH="${KD_VENV:-$root/.venv}/bin:$PATH"
+    enter_venv
     return
   fi
-  srun --help 2>&1 | grep -q -- '--container-image' ||
-    die "KD_CONTAINER is set, but this SLURM has no pyxis (srun knows no --container-image): unset it and use KD_VENV"
   if [[ $KD_CONTAINER == [./]* && ! -r $KD_CONTAINER ]]; then
     die "no container image $KD_CONTAINER: enroot import --output $KD_CONTAINER docker://REGISTRY#IMAGE:TAG makes one"
   fi
+  srun --help 2>&1 | grep -q -- '--container-image' ||
+    die "KD_CONTAINER is set, but this SLURM has no pyxis (srun knows no --container-image): unset it and use KD_VENV"
   container=(
     --container-image="$KD_CONTAINER"
     --container-mounts="$PWD,$root${KD_MOUNTS:+,$KD_MOUNTS}"

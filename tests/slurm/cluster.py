@@ -14,7 +14,7 @@ from tests.assets import ROOT, environment
 
 CONTROL = Path(__file__).with_name("cluster.sh")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "DEADLINE"}
 
 
@@ -37,17 +37,21 @@ def wait_until(ready: Callable[[], bool], what: str, patience_s: float = PATIENC
 
 @dataclass(frozen=True)
 class Job:
-    """A submitted job; ``output`` is its log."""
+    """A submitted job."""
 
     cluster: Cluster
     number: str
-    output: Path
 
     @property
     def facts(self) -> dict[str, str]:
         """What scontrol knows of it."""
         words = self.cluster.run("scontrol", "show", "job", "-o", self.number).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
+
+    @property
+    def output(self) -> Path:
+        """The file that it prints to; of a task of an array known when it has started."""
+        return Path(self.facts["StdOut"])
 
     @property
     def log(self) -> str:
@@ -124,13 +128,7 @@ class Cluster:
         """sbatch with a script of launch/, on both nodes unless the options say otherwise."""
         sbatch = ("sbatch", "--parsable", "--gpus-per-node=0", *options, ROOT / "launch" / script, *arguments)
         number = self.run(*sbatch, env=env).strip()
-        return self.job(number)
-
-    def job(self, number: str) -> Job:
-        """A job by its number."""
-        facts = self.run("scontrol", "show", "job", "-o", number).split()
-        [output] = [word.removeprefix("StdOut=") for word in facts if word.startswith("StdOut=")]
-        return Job(self, number, Path(output))
+        return Job(self, number)
 
     def ranks(self, node: str) -> list[int]:
         """Process ids of the ranks on a node, or on all whose names begin so."""

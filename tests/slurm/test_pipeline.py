@@ -31,7 +31,7 @@ def stages(cluster: Cluster, recipe: Path) -> tuple[Path, list[Job]]:
     numbers = re.findall(r"^launch: job (\d+): (\w+)", printed, re.MULTILINE)
     assert [stage for _, stage in numbers] == ["prepare", "capture", "train", "evaluate"]
     prepare, capture, train, evaluate = (number for number, _ in numbers)
-    jobs = [cluster.job(number) for number in (prepare, f"{capture}_1", f"{capture}_2", train, evaluate)]
+    jobs = [Job(cluster, number) for number in (prepare, f"{capture}_1", f"{capture}_2", train, evaluate)]
     return home, jobs
 
 
@@ -66,6 +66,6 @@ def test_what_came_of_it(cluster: Cluster, stages: tuple[Path, list[Job]]) -> No
 def test_a_stage_that_fails_cancels_the_next(cluster: Cluster, recipe: Path) -> None:
     env = {"KD_STAGES": "train evaluate"}
     printed = cluster.run(ROOT / "launch/pipeline.sh", recipe, "teacher.cache=none", "run_dir=never", env=env)
-    train, evaluate = (cluster.job(number) for number in re.findall(r"job (\d+):", printed))
+    train, evaluate = (Job(cluster, number) for number in re.findall(r"job (\d+):", printed))
     train.one_error("teacher.cache none is not there")
     assert evaluate.ended()[0] == "CANCELLED"

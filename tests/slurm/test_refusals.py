@@ -19,7 +19,7 @@ class Case:
 
     arguments: tuple[str, ...]
     words: tuple[str, ...]
-    options: tuple[str, ...] = ("--nodes=2",)
+    options: tuple[str, ...] = ("--nodes=1",)
     env: tuple[tuple[str, str], ...] = ()
     command: str = "train"
 
@@ -29,26 +29,26 @@ CASES = {
     "nodes": Case(
         ("logging.wandb={project: p, mode: online}",),
         ("cluster.nodes 2, the job has 1", "sbatch --nodes=2", "cluster.nodes=1"),
-        ("--nodes=1",),
     ),
-    "no GPUs": Case(H200, ("n1: no GPU here", "8 × h200", "sbatch --gpus-per-node=8"), ("--nodes=1",)),
+    "no GPUs": Case(H200, ("no GPU here", "8 × h200", "sbatch --gpus-per-node=8")),
     "too few GPUs": Case(
         H200,
-        ("n1: 4 GPUs here, the recipe wants 8", "sbatch --gpus-per-node=8", "cluster.gpus_per_node=4"),
+        ("4 GPUs here, the recipe wants 8", "sbatch --gpus-per-node=8", "cluster.gpus_per_node=4"),
         ("--nodes=1", "--gpus-per-node=4"),
     ),
     "a key": Case(("training.train_iter=3",), ("training.train_iter", "did you mean training.train_iters?")),
     "the batch": Case(("training.global_batch_size=3",), ("training.global_batch_size 3", "use 4")),
     "no image": Case((), ("no container image /none.sqsh", "enroot import"), env=(("KD_CONTAINER", "/none.sqsh"),)),
-    "no environment": Case((), ("no megatron-kd", "make setup", "KD_VENV"), env=(("KD_VENV", "/none"),)),
+    "no pyxis": Case((), ("srun knows no --container-image", "KD_VENV"), env=(("KD_CONTAINER", "some#image:1"),)),
+    "no environment": Case((), ("KD_VENV /none is no virtual environment", "make setup"), env=(("KD_VENV", "/none"),)),
     "one node without the cache": Case(
-        ("teacher.cache=on/${SLURMD_NODENAME}/cache",), ("n2: teacher.cache on/n2/cache is not there", "every node")
+        ("teacher.cache=on/${SLURMD_NODENAME}/cache",),
+        ("n2: teacher.cache on/n2/cache is not there", "every node"),
+        ("--nodes=2",),
     ),
-    "no samples": Case(("data.samples=none",), ("data.samples none is not there",), ("--nodes=1",), command="capture"),
-    "no checkpoint": Case(
-        ("teacher.checkpoint=none",), ("teacher.checkpoint none is not there",), ("--nodes=1",), command="capture"
-    ),
-    "no run": Case(("run_dir=none",), ("run_dir none is not there: train first",), ("--nodes=1",), command="evaluate"),
+    "no samples": Case(("data.samples=none",), ("data.samples none is not there",), command="capture"),
+    "no checkpoint": Case(("teacher.checkpoint=none",), ("teacher.checkpoint none is not there",), command="capture"),
+    "no run": Case(("run_dir=none",), ("run_dir none is not there: train first",), command="evaluate"),
     "a run directory that cannot be": Case(("run_dir=/proc/none",), ("run_dir /proc/none cannot be made",)),
     "no folder for logs": Case((), ("cannot make /proc/logs",), env=(("KD_LOGS", "/proc/logs"),)),
     "an array": Case((), ("--array is for capture",), ("--nodes=1", "--array=1-1")),
@@ -69,8 +69,15 @@ def jobs(cluster: Cluster, recipe: Path) -> dict[str, Job]:
         submitted[name] = cluster.submit("job.sh", case.command, recipe, *case.arguments, options=case.options, env=env)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        submitted["port"] = cluster.submit("job.sh", recipe, f"run_dir={port}", env={"KD_MASTER_PORT": port})
-        submitted["port"].ended()
+        submitted["port"] = cluster.submit(
+            "job.sh",
+            recipe,
+            "cluster.nodes=1",
+            f"run_dir=port_{port}",
+            options=("--nodes=1",),
+            env={"KD_MASTER_PORT": port},
+        )
+        submitted["port"].ended(patience_s=200)
     return submitted
 
 
@@ -86,12 +93,12 @@ def test_a_port_in_use(jobs: dict[str, Job]) -> None:
 
 def test_no_recipe(cluster: Cluster, recipe: Path) -> None:
     missing = cluster.submit("llama31_8b_to_3b_8k.sh", "capture", "none.yaml", options=("--nodes=1",))
-    missing.one_error("n1: no recipe none.yaml in ")
+    missing.one_error(": no recipe none.yaml in ")
     cluster.submit("job.sh", options=("--nodes=1",)).one_error("no recipe: sbatch launch/job.sh train RECIPE")
 
 
 def test_slurm_itself_refuses_what_never_fits(cluster: Cluster, recipe: Path) -> None:
-    with pytest.raises(AssertionError, match="Node count specification invalid|More processors requested"):
+    with pytest.raises(AssertionError, match="Node count specification invalid"):
         cluster.submit("job.sh", recipe, options=("--nodes=3",))
     with pytest.raises(AssertionError, match="Requested node configuration is not available"):
         cluster.submit("job.sh", recipe, options=("--nodes=2", "--gpus-per-node=9"))
