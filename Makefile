@@ -14,7 +14,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/shellcheck launch/*.sh .ci/run
+	$(BIN)/shellcheck --check-sourced launch/*.sh launch/lib/preflight.sh launch/lib/rank.sh tests/slurm/*.sh .ci/run
 	$(BIN)/hadolint Dockerfile Dockerfile.cpu
 
 # Unit tests are one process each and run two at a time; the others start ranks of their own.

@@ -25,16 +25,37 @@ from megatron_kd.errors import KDError, LaunchError
 
 
 @app.command()
-def show(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = False) -> None:
+def show(
+    recipe: RecipeArgument,
+    overrides: Overrides = None,
+    field: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY", help="Print the value of this key alone, as in cluster.nodes; can be repeated."),
+    ] = None,
+    for_capture: Annotated[
+        bool,
+        typer.Option("--for-capture", help="Check as capture does: its ranks need not divide the batch."),
+    ] = False,
+    json_: Json = False,
+) -> None:
     """Print the resolved recipe.
 
     All files it extends, its own keys and the overrides, merged and checked, defaults filled in. With --json also how
     many parameters teacher and student have, counted on models built without memory for their weights.
+    With --field one value a line, in the order asked for: text as it is, an empty line for null, all else as JSON.
     """
     from megatron_kd.config import dump_recipe, load_recipe
 
-    loaded = load_recipe(recipe, overrides or [])
-    if json_:
+    loaded = load_recipe(recipe, overrides or [], trains=not for_capture)
+    if field:
+        from megatron_kd.config.fields import field_line, field_values
+
+        values = field_values(loaded, field)
+        if json_:
+            print_json(values)
+        else:
+            print("\n".join([field_line(name, values[name]) for name in field]))
+    elif json_:
         quiet_libraries()
         from megatron_kd.models.counts import count_alone
 
@@ -184,12 +205,16 @@ def capture(
         bool,
         typer.Option("--repair", help="Compare the checksums of what is there and capture damaged shards again."),
     ] = False,
+    status: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Keep the state of this job in a JSON file, as train does in status.json."),
+    ] = None,
     json_: Json = False,
 ) -> None:
     """Score all rows with the teacher, once.
 
     Keeps the top-K log-probabilities of every position in teacher.cache. Started again, it does only what is missing.
-    SIGTERM and SIGUSR1 end it with what is done so far.
+    SIGTERM and SIGUSR1 end it with what is done so far and status 0; the file of --status then says stopped.
     """
     from megatron_kd.config import load_recipe
     from megatron_kd.teacher.part import WHOLE, Part
@@ -198,9 +223,13 @@ def capture(
     loaded = load_recipe(recipe, overrides or [], trains=False)
     refuse_wrong_world(loaded)
     quiet_libraries()
+    from megatron_kd.status import JobStatus
     from megatron_kd.teacher.capture import capture as run
 
-    report = run(loaded, part=share, repair=repair)
+    with JobStatus(status if is_first_rank() else None) as ending:
+        ending.begin()
+        report = run(loaded, part=share, repair=repair)
+        ending.ends(finished=not report.stopped)
     state = "complete"
     if not report.complete:
         state = (

@@ -30,12 +30,13 @@ from megatron_kd.device import (
 from megatron_kd.errors import RemoteRankError
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
+from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import list_checkpoints, save_checkpoint
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
-from megatron_kd.training.run_directory import exclusive, open_run_directory, truncate_metrics
+from megatron_kd.training.run_directory import STATUS_FILE, exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.session import Session, open_session
 from megatron_kd.training.setup import Student, build_student, wrap_for_training
 from megatron_kd.training.step import StepResult, train_step
@@ -71,21 +72,27 @@ def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
     """
     session = open_session(recipe)
     run_dir = Path(recipe.run_dir)
+    total = recipe.training.train_iters
+    status = JobStatus(run_dir / STATUS_FILE if session.is_first else None, iteration=0, train_iters=total)
     with ExitStack() as held:
         with fail_together(f"opening {run_dir}"):
             if session.is_first:
                 held.enter_context(exclusive(run_dir))
                 saved = list_checkpoints(run_dir)
                 # A call that finds nothing left to train leaves the record of what was trained alone.
-                finished = bool(saved) and saved[-1][0] >= recipe.training.train_iters
+                finished = bool(saved) and saved[-1][0] >= total
                 open_run_directory(recipe, record=not finished)
+                if not finished:
+                    status.begin()
         dist.barrier()
         log = log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log", warn_on_terminal=session.is_first)
-        with StopOnSignal() as stop, log:
-            return _run(session, run_dir, stop, show_progress)
+        with StopOnSignal() as stop, log, status:
+            report = _run(session, run_dir, stop, status, show_progress)
+            status.ends(finished=report.finished)
+            return report
 
 
-def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: bool) -> TrainReport:
+def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus, show_progress: bool) -> TrainReport:
     recipe, groups = session.recipe, session.groups
     saved = newest_checkpoint(run_dir)
     student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None))
@@ -96,7 +103,15 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
     with fail_together(f"preparing {run_dir}"):
         if session.is_first:
             truncate_metrics(run_dir, start)
+            status.update(iteration=start)
     dist.barrier()
+
+    def save() -> Path:
+        path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+        with fail_together(f"writing {run_dir / STATUS_FILE}"):
+            status.update(iteration=student.iteration)
+        return path
+
     total = recipe.training.train_iters
     result: dict[str, float] = {}
     stopping = False
@@ -120,7 +135,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
             if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
-                    save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+                    save()
                 raise error
             if stopping:
                 break
@@ -133,14 +148,13 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, show_progress: boo
                 writer.write(student.iteration, student.tokens, student.consumed_samples, result)
             advance(1, f"KD {done.metrics.get('loss/kd', math.nan):.4f}")
             if save_every and student.iteration % save_every == 0:
-                save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
+                save()
                 reset_peak_memory()  # the peak is that of training steps, whatever lies between them
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
                 _evaluate(session, student, run_dir, writer)
                 reset_peak_memory()
         if student.iteration > start:
-            path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
-            logger.info("saved %s", path)
+            logger.info("saved %s", save())
         if stopping:
             logger.warning(
                 "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration

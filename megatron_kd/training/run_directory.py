@@ -1,6 +1,6 @@
 """The run directory: what was run, where, and what came of it.
 
-recipe.yaml (resolved), environment.json, metrics.jsonl, evaluations/, checkpoints/, logs/, wandb/; and
+recipe.yaml (resolved), environment.json, status.json, metrics.jsonl, evaluations/, checkpoints/, logs/, wandb/; and
 router_mass.json where the student's experts were chosen by it.
 """
 
@@ -55,6 +55,8 @@ _FIXED = (
 _FREE = ("teacher.model.hf", "student.model.hf")
 logger = logging.getLogger(__name__)
 
+STATUS_FILE = "status.json"
+"""state, iteration of the newest checkpoint, train_iters; see ``megatron_kd.status``."""
 _LIBRARIES = ("torch", "megatron-core", "transformers", "numpy", "numcodecs", "pydantic", "wandb")
 
 
