@@ -12,12 +12,12 @@ from typing import Any
 from megatron_kd import __version__
 from megatron_kd.report.curves import drawn_curves
 from megatron_kd.report.figure import baselines, memory_title
-from megatron_kd.report.page_chart import LEFT, WIDTH, Line, draw_chart, frame_of, style_class
+from megatron_kd.report.page_chart import Line, draw_chart, frame_of, style_class
 from megatron_kd.report.runs import RunRecord
 from megatron_kd.report.summary import RunSummary, hours_name
 from megatron_kd.report.table import rows
 from megatron_kd.report.target import Target
-from megatron_kd.report.text import DASH, figure, hours, seconds
+from megatron_kd.report.text import DASH, figure, hours_beside, seconds
 
 Show = Callable[[float | None], str]
 
@@ -47,6 +47,7 @@ def comparison_page(
         drawn.append(text)
         geometry[axis] = frame
     to_goal = f"{unit[0].upper()}{unit[1:]} to {target.goal}"
+    hours = hours_beside(run.gpu_hours for run in summaries)
     in_gib = partial(figure, digits=3, unit="GiB")
     bars = [
         _bars(to_goal, summaries, [run.gpu_hours_to_target for run in summaries], hours, "not reached"),
@@ -65,7 +66,7 @@ def comparison_page(
         "keys": "\n".join(_key(index, run) for index, run in enumerate(summaries)),
         "charts": "\n".join(drawn),
         "bars": "\n".join(bars),
-        "table": _table("Figures of the runs", summaries, rows(target, unit)),
+        "table": _table("Figures of the runs", summaries, rows(summaries, target, unit)),
         "differences": _differences(summaries, differences),
         "notes": _notes([*([target.explained(unit)] if target.value is not None else []), *notes]),
         "version": escape(__version__),
@@ -132,7 +133,7 @@ def _chart(
         f'arrow keys read out the values"><figcaption>{escape(title)}</figcaption>\n'
         f'<div class="drawing">{drawing}<div class="tip" role="status" hidden></div></div></figure>'
     )
-    return text, {"left": LEFT, "width": WIDTH - LEFT - frame.right, "x_max": frame.x_max, "y_max": frame.y_max}
+    return text, frame.plot()
 
 
 def _line(index: int, label: str, curves: dict[str, Any], axis: str) -> Line | None:

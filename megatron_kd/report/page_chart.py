@@ -15,7 +15,7 @@ from megatron_kd.report.palette import COLOURS
 from megatron_kd.report.text import short_count
 
 WIDTH, HEIGHT = 560.0, 340.0
-LEFT, TOP, BOTTOM = 44.0, 14.0, 42.0
+LEFT, TOP, BOTTOM = 44.0, 28.0, 42.0
 LABELLED_RUNS = 6
 """Labels at the ends of the lines, for at most so many: more would not be read. The keys above the charts name all."""
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
@@ -52,6 +52,11 @@ class Frame:
         """In units of the drawing."""
         return LEFT + value / self.x_max * (WIDTH - LEFT - self.right)
 
+    def plot(self) -> dict[str, float]:
+        """The same for the page's script."""
+        sides = {"left": LEFT, "top": TOP, "bottom": HEIGHT - BOTTOM, "width": WIDTH - LEFT - self.right}
+        return {**sides, "x_max": self.x_max, "y_max": self.y_max}
+
     def y(self, value: float) -> float:
         """In units of the drawing, which count downwards."""
         return HEIGHT - BOTTOM - value / self.y_max * (HEIGHT - TOP - BOTTOM)
@@ -62,7 +67,7 @@ def style_class(run: int) -> str:
     return f"run c{run % len(COLOURS)}"
 
 
-def ticks(largest: float, most: int = 6) -> list[float]:
+def ticks(largest: float, most: int = 7) -> list[float]:
     """Round values from 0 to at most ``largest``: steps of 1, 2 or 5 times a power of ten."""
     if not largest > 0:
         return [0.0]
@@ -94,7 +99,7 @@ def draw_chart(
     """
     parts = [
         f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" role="img" aria-label="{escape(describe)}">',
-        f'<text class="unit" x="{LEFT - 36:g}" y="{TOP - 2:g}">{escape(y_label)}</text>',
+        f'<text class="unit" x="{LEFT - 36:g}" y="{TOP - 14:g}">{escape(y_label)}</text>',
     ]
     left, bottom, end = frame.x(0), frame.y(0), frame.x(frame.x_max)
     for value in ticks(frame.y_max):
@@ -111,10 +116,11 @@ def draw_chart(
     for level in levels:
         y = frame.y(level)
         parts.append(f'<line class="level" x1="{left:.1f}" x2="{end:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        text = f"unigram model, held-out: {level:.2f}"
-        parts.append(f'<text class="said" text-anchor="end" x="{end:.1f}" y="{y - 5:.1f}">{text}</text>')
     for line in lines:
         parts += _draw_line(line, frame)
+    for level in levels:
+        text, y = f"unigram model, held-out: {level:.2f}", frame.y(level) - 5
+        parts.append(f'<text class="said" text-anchor="end" x="{end:.1f}" y="{y:.1f}">{text}</text>')
     if len(lines) <= LABELLED_RUNS:
         parts += _end_labels(lines, frame)
     parts.append('<g class="cursor" aria-hidden="true"></g></svg>')

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from megatron_kd.report.summary import RunSummary
 from megatron_kd.report.target import Target
-from megatron_kd.report.text import DASH, count, figure, hours, percent, seconds
+from megatron_kd.report.text import DASH, count, figure, hours_beside, percent, seconds
 
 
 def _change(before: float | None, after: float | None, show: Callable[[float | None], str]) -> str:
@@ -46,9 +46,10 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-def rows(target: Target, hours_name: str) -> list[Row]:
+def rows(runs: Sequence[RunSummary], target: Target, hours_name: str) -> list[Row]:
     """All rows of the table: a title, and the text of a run's cell."""
     found = list(ROWS)
+    hours = hours_beside(run.gpu_hours for run in runs)
     times: list[Row] = [(f"{hours_name}, training steps", lambda run: hours(run.gpu_hours))]
     if target.value is not None:
         times.append((f"{hours_name} to {target.goal}", lambda run: hours(run.gpu_hours_to_target)))
@@ -71,7 +72,7 @@ def comparison_table(
         notes: what was missing or unreadable, and what must not be compared.
     """
     table = _table("Comparison of runs", "", runs)
-    for title, show in rows(target, hours_name):
+    for title, show in rows(runs, target, hours_name):
         table.add_row(title, *(Text(show(run)) for run in runs))
     parts: list[RenderableType] = [table]
     if differences:

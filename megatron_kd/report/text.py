@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 DASH = "–"
 """Stands for what was not recorded."""
 
@@ -36,11 +38,11 @@ def percent(value: float | None) -> str:
     return DASH if value is None else f"{value:.1%}"
 
 
-def hours(value: float | None) -> str:
-    """GPU-hours with three digits, or GPU-seconds where the runs are that short."""
-    if value is not None and value < 0.01:
-        return figure(value * 3600, 3, "s")
-    return figure(value, 3, "h")
+def hours_beside(values: Iterable[float | None]) -> Callable[[float | None], str]:
+    """How to write GPU-hours that stand beside each other: in h, or all of them in s where the runs are that short."""
+    if max((value for value in values if value is not None), default=1.0) < 0.01:
+        return lambda value: figure(None if value is None else value * 3600, 3, "s")
+    return lambda value: figure(value, 3, "h")
 
 
 def short_count(value: float) -> str:

@@ -22,7 +22,7 @@ from megatron_kd.report.curves import moving_average
 from megatron_kd.report.figure import comparison_figure
 from megatron_kd.report.summary import labels, summarize
 from megatron_kd.report.target import find_target
-from megatron_kd.report.text import figure, hours, seconds
+from megatron_kd.report.text import figure, hours_beside, seconds
 from tests.unit.report_runs import REPOSITORY, write_run
 
 
@@ -237,7 +237,8 @@ def test_significant_digits(value: float | None, text: str) -> None:
 
 def test_short_times_are_in_milliseconds() -> None:
     assert (seconds(0.0021), seconds(2.0), seconds(None)) == ("2.10 ms", "2.00 s", "–")
-    assert (hours(0.001), hours(12.345), hours(None)) == ("3.60 s", "12.3 h", "–")
+    assert [hours_beside([0.001, None])(value) for value in (0.001, None)] == ["3.60 s", "–"]
+    assert [hours_beside([0.001, 12.345])(value) for value in (0.001, 12.345)] == ["0.00100 h", "12.3 h"]
 
 
 def test_comparing_needs_no_torch() -> None:
