@@ -114,10 +114,7 @@ def _step(recipe: Path, family: str, layout: Layout, way: str | None) -> Step:
         return loss(*args, **kwargs)
 
     saved = _Saved(module)
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda h: h.tensor),
-    ):
+    with pytest.MonkeyPatch.context() as patch, saved.hooks():
         patch.setattr(Distillation, "__call__", counted)
         metrics = trainer.step()
     micro_batches = trainer.recipe.num_microbatches
