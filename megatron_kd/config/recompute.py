@@ -19,6 +19,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "selective": {"recompute_modules": ["core_attn"]},
 }
 _BELONGS_TO = {key: granularity for granularity, keys in _DEFAULTS.items() for key in keys}
+WITH_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
+"""Modules whose outputs Megatron-Core drops and makes again, for which it asks Transformer Engine."""
 RECOMPUTE_KEYS = ("recompute_granularity", *_BELONGS_TO)
 """The keys of ``training`` that Megatron-Core's ``TransformerConfig`` has under the same names."""
 
@@ -62,8 +64,9 @@ def _module_problems(modules: list[RecomputeModule], cluster: ClusterConfig, stu
             f"training.recompute_modules names {' and '.join(missing)}, but student.model ({student.name}) has {has}: "
             f"{'use moe' if experts else 'use mlp'}, or remove it"
         )
-    elif "moe_act" in modules and cluster.gpu == "cpu":
+    of_engine = [name for name in modules if name in WITH_TRANSFORMER_ENGINE and name not in missing]
+    if of_engine and cluster.gpu == "cpu":
         yield (
-            "training.recompute_modules names moe_act, which Megatron-Core has for grouped experts alone, on a GPU "
-            "with Transformer Engine: use moe, or remove it"
+            f"training.recompute_modules names {' and '.join(of_engine)}, for which Megatron-Core needs Transformer "
+            "Engine, on a GPU: remove it"
         )

@@ -40,8 +40,8 @@ class TrainingConfig(Section):
     recompute_num_layers: Positive | None = None
     """Of full: layers of a unit, or of a stage; by default 1."""
     recompute_modules: Annotated[list[RecomputeModule], Field(min_length=1)] | None = None
-    """Of selective: core_attn (the default), layernorm, mlp (of models without experts), moe (the router and all
-    experts) and moe_act (the experts' activation, on a GPU with Transformer Engine)."""
+    """Of selective: core_attn (the default), mlp (of models without experts), moe (the router and all experts); with
+    Transformer Engine also layernorm and moe_act (the experts' activation)."""
 
     @model_validator(mode="before")
     @classmethod

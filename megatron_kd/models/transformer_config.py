@@ -9,7 +9,9 @@ from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
 from megatron_kd.config import RECOMPUTE_KEYS, ModelConfig, ParallelismConfig, TrainingConfig
+from megatron_kd.config.recompute import WITH_TRANSFORMER_ENGINE
 from megatron_kd.device import is_cuda
+from megatron_kd.errors import ConfigError
 from megatron_kd.models.families import family_of
 from megatron_kd.models.families.gpt_oss import GPT_OSS
 from megatron_kd.models.rope import set_yarn
@@ -35,6 +37,9 @@ def transformer_config(
 
     Args:
         training: says what the backward pass computes again; None: nothing.
+
+    Raises:
+        ConfigError: something of that needs Transformer Engine, which is not there.
     """
     cuda = is_cuda()
     family = family_of(model)
@@ -83,6 +88,12 @@ def transformer_config(
     }
     if training is not None:
         fields |= {key: getattr(training, key) for key in RECOMPUTE_KEYS}
+        for name in training.recompute_modules or ():
+            if name in WITH_TRANSFORMER_ENGINE and not HAVE_TE:
+                raise ConfigError(
+                    f"training.recompute_modules names {name}, for which Megatron-Core needs Transformer Engine, which "
+                    "is not installed: install it, or remove the name"
+                )
     config = TransformerConfig(**{**fields, **family.transformer(model)})
     set_yarn(config, model)
     return config

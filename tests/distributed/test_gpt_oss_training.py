@@ -26,6 +26,8 @@ OTHERS = [
     Layout(2, tp=2, sp=True, ep=2),
     Layout(4, pp=2, ep=2),
     Layout(4, tp=2, sp=True, pp=2, ep=2),
+    Layout(2, cp=2, ep=2),
+    Layout(4, pp=2, cp=2),
 ]
 LOSSES = ("loss/kd", "loss/ce", "kd/teacher_mass", "kd/student_mass", "kd/tail", "optim/grad_norm", "tokens")
 ROWS = 13

@@ -15,12 +15,12 @@ from megatron_kd.data.packing import PackedRow
 from megatron_kd.data.sample_writer import write_samples
 from megatron_kd.testing import run_distributed
 from tests.assets import tiny_recipe
-from tests.distributed.test_models_parity import EP, PP, SP, TP, imported, join
+from tests.distributed.test_models_parity import CP, EP, PP, SP, TP, imported, join
 from tests.models_oracles import random_hf_model, tiny_gpt_oss
 
 MODEL = tiny_gpt_oss()
 # Three rows over two data-parallel ranks: one of them runs a row that does not count.
-LAYOUTS: list[dict[str, Any]] = [{}, {TP: 2, SP: True}, {PP: 2}, {EP: 2}]
+LAYOUTS: list[dict[str, Any]] = [{}, {TP: 2, SP: True}, {PP: 2}, {CP: 2}, {EP: 2}]
 ROWS, SEQ, LEFT = 3, 20, 2
 
 

@@ -23,7 +23,7 @@ BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
 
 OTHER_VOCABULARY = ["student.model=tiny_llama", "student.from_teacher=null"]
 
-
+SIX = "cluster.gpus_per_node=6"
 MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_batch_size=4"]
 
 
@@ -74,7 +74,18 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
             ["parallelism.pipeline_model_parallel_size=3", "cluster.gpus_per_node=3"],
             ["pipeline_model_parallel_size 3", "student.model.num_layers 10", "one of 1, 2, 5, 10"],
         ),
-        (["parallelism.context_parallel_size=2"], ["context_parallel_size 2 is not available yet"]),
+        (
+            ["parallelism.context_parallel_size=7", "cluster.gpus_per_node=7"],
+            ["data.seq_length 240", "multiple of 2 × parallelism.context_parallel_size 7", "use 238"],
+        ),
+        (
+            [
+                "parallelism={tensor_model_parallel_size: 3, context_parallel_size: 2, sequence_parallel: true}",
+                "cluster.gpus_per_node=6",
+                "data.seq_length=244",
+            ],
+            ["data.seq_length 244", "tensor_model_parallel_size 3 × context_parallel_size 2 = 6 with", "use 240"],
+        ),
         (
             ["parallelism.expert_model_parallel_size=2", "cluster.gpus_per_node=2"],
             ["expert_model_parallel_size 2", "teacher.model and student.model have none", "set it to 1"],
@@ -131,7 +142,7 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
         ),
         (
             [*MOE, "training={recompute_granularity: selective, recompute_modules: [moe_act]}"],
-            ["moe_act", "grouped experts alone", "use moe"],
+            ["names moe_act, for which", "Transformer Engine", "remove it"],
         ),
         (
             ["training={recompute_granularity: selective, recompute_modules: [mlp, mlp]}"],
@@ -238,6 +249,8 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
         ["parallelism.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"],
+        ["parallelism.context_parallel_size=2", "cluster.gpus_per_node=2"],
+        ["parallelism={tensor_model_parallel_size: 3, context_parallel_size: 2, sequence_parallel: true}", SIX],
         [*MOE, "parallelism.expert_model_parallel_size=2", "cluster.gpus_per_node=4"],
         # The width of an expert is nobody's business but its own.
         [
