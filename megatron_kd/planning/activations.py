@@ -46,23 +46,25 @@ def layer_activations(model: ModelConfig, layout: Layout, recomputation: Recompu
 
     # Kept: the projection's output (v is a view of it), q and k with positions, the output; log-sum-exps in float32.
     attention = tokens / tp * ((3 * q + 3 * kv) * size + 4 * model.num_attention_heads)
+    # Sines and cosines, made anew for q and for k of every layer; one row's are those of all.
+    attention += layout.row_tokens / layout.cp * 4 * model.kv_channels * size
     if recomputation.recomputes("core_attn"):
         attention -= tokens / tp * 4 * model.num_attention_heads
     attention_moment = gathered + tokens / tp * (2 * q + 3 * kv) * size
 
     if model.num_moe_experts is None:
-        # Kept: gate and up, σ-gated gate, their product.
+        # Kept: gate and up (2), the gated gate, up + 0 (the offset of other families), their product.
         width = tokens / tp * model.ffn_hidden_size * size
-        feed_forward = norm + 4 * width
+        feed_forward = norm + 5 * width
         if recomputation.recomputes("mlp"):
             feed_forward = 0.0
-        moment, backward = gathered + 4 * width, gathered + 4 * width
-        again = norm + 4 * width if recomputation.recomputes("mlp") else 0.0
+        moment, backward = gathered + 5 * width, gathered + 5 * width
+        again = norm + 5 * width if recomputation.recomputes("mlp") else 0.0
     else:
         rows = layout.slice_tokens * (model.moe_router_topk or 1) * size
-        mean_rows, worst_rows = rows, rows
-        if layout.ep > 1:
-            mean_rows, worst_rows = rows * MOE_KEPT_IMBALANCE, rows * MOE_WORST_LAYER
+        spread = layout.ep > 1
+        mean_rows = rows * (MOE_KEPT_IMBALANCE if spread else 1.0)
+        worst_rows = rows * (MOE_WORST_LAYER if spread else 1.0)
         ffn = model.ffn_hidden_size
         # Router: logits, probabilities in float32, the map of who goes where.
         router = layout.slice_tokens * model.num_moe_experts * 13
@@ -108,9 +110,9 @@ def stage_activations(model: ModelConfig, layout: Layout, recomputation: Recompu
     kept = recomputation.kept_layers(layers) * layer.kept + recomputation.kept_inputs(layers) * layer.input
     # Behind the last layer: the final norm's input and output, or what is sent on to the next stage.
     kept += (2 if stage == layout.pp - 1 else 1) * layer.input
-    # Tokens, positions, labels, weights; rotary positions and their sines and cosines.
+    # Tokens, positions, labels, weights; the angles of the rotary positions.
     kept += layout.tokens * 28
-    rotary = layout.row_tokens * model.kv_channels * (4 + 2 * layout.itemsize)
+    rotary = layout.row_tokens * model.kv_channels * 4
     recomputed = recomputation.at_once(layers) * layer.kept
     return StageActivations(
         kept=layout.in_flight(stage) * kept + rotary,
