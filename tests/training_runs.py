@@ -84,8 +84,11 @@ def prepare_rows(recipe: Recipe, *, masked: bool) -> None:
     plain = Path(f"{data.samples}.plain" if masked else data.samples)
     samples = prepare(
         corpus_format=data.corpus.format,
+        paths=data.corpus.paths,
         tokenizer=load_tokenizer(tokenizer_source(recipe)),
         seq_length=data.seq_length,
+        packing=data.packing,
+        truncation=data.truncation,
         train_tokens=data.train_tokens,
         heldout_tokens=data.heldout_tokens,
         out_dir=plain,

@@ -100,6 +100,7 @@ def make_inputs(recipe: Recipe, *, show_progress: bool) -> None:
         tokenizer=load_tokenizer(tokenizer_source(recipe)),
         seq_length=data.seq_length,
         packing=data.packing,
+        truncation=data.truncation,
         train_tokens=data.train_tokens,
         out_dir=data.samples,
         seed=recipe.seed,

@@ -1,8 +1,8 @@
 """What a row is: one hash over its tokens and its document boundaries.
 
-The teacher's answer depends on the tokens, and on nothing else about a row: attention crosses from document to
-document within it, as in training. Where documents start is hashed nevertheless, so that rows of a teacher that did not
-let it cross cannot be taken for these. The loss mask is left out because it does not change the teacher.
+The teacher's answer depends on the tokens and on what each of them sees: all before it in the row, or its own document
+alone. Which of the two is hashed with the tokens and with where documents start, so that the answers of one are never
+taken for those of the other. The loss mask is left out because it does not change the teacher.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 ROW_HASH_VERSION = 1
+WITHIN_DOCUMENTS_VERSION = 2
 _HASH = re.compile("[0-9a-f]{32}")
 
 
@@ -22,8 +23,10 @@ def is_hash(value: Any) -> bool:
     return isinstance(value, str) and _HASH.fullmatch(value) is not None
 
 
-def row_hash(tokens: np.ndarray, document_offsets: np.ndarray) -> bytes:
+def row_hash(tokens: np.ndarray, document_offsets: np.ndarray, within_documents: bool = False) -> bytes:
     """The 16 bytes of xxh3_128(version as u32 ‖ tokens as i32 ‖ document offsets as i32), all little-endian.
+
+    The version is 1 where a token sees the whole row before it, 2 where it sees its own document alone.
 
     Offsets start at 0 and rise, so the last 0 that only larger numbers follow marks where they begin: the two parts
     cannot be confused and need no length.
@@ -38,7 +41,8 @@ def row_hash(tokens: np.ndarray, document_offsets: np.ndarray) -> bytes:
     for name, array in (("tokens", tokens), ("document_offsets", document_offsets)):
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise ValueError(f"{name} must be integers in one dimension, not {array.dtype} {array.shape}")
-    state = xxhash.xxh3_128(ROW_HASH_VERSION.to_bytes(4, "little"))
+    version = WITHIN_DOCUMENTS_VERSION if within_documents else ROW_HASH_VERSION
+    state = xxhash.xxh3_128(version.to_bytes(4, "little"))
     state.update(np.ascontiguousarray(tokens, "<i4"))
     state.update(np.ascontiguousarray(document_offsets, "<i4"))
     return state.digest()

@@ -160,6 +160,7 @@ class CacheReader:
                 )
         if expected_hash is not None and expected_hash != shard.hash(row):
             why = "documents start elsewhere" if tokens is not None else "its tokens or document starts differ"
+            why += " or its tokens saw other documents (data.packing)"
             raise ForeignRowError(
                 f"the cache was made from another sample, {why}: its row hash is {shard.hash(row).hex()}, "
                 f"the sample's is {expected_hash.hex()}"

@@ -38,6 +38,7 @@ class Row:
             log Σ_v p_T0(v)^(T0/T), so that log p_T(v) = (T0/T)·log p_T0(v) − log_normalizer exactly.
         tail_logmass_extra: float32 [E, L], log of the probability outside ``ids`` at each extra temperature.
         start: the position of the first element.
+        within_documents: whether a token saw its own document alone, from position 0 on, or all before it in the row.
     """
 
     sample_id: int
@@ -50,14 +51,15 @@ class Row:
     log_normalizers: np.ndarray = field(default_factory=_no_extra)
     tail_logmass_extra: np.ndarray = field(default_factory=_no_extra)
     start: int = 0
+    within_documents: bool = False
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def hash(self) -> bytes:
-        """``row_hash`` of tokens and documents. Only for a whole row."""
-        return row_hash(self.tokens, self.document_offsets)
+        """``row_hash`` of tokens, documents and what tokens saw. Only for a whole row."""
+        return row_hash(self.tokens, self.document_offsets, self.within_documents)
 
 
 def content_hash(row: Row, value_dtype: str) -> str:

@@ -89,7 +89,7 @@ class ShardReader:
         """Tokens int32 [L] and document offsets int32 [D] of a whole row, proven by the row hash."""
         tokens = self.arrays["tokens"].read(int(self._offsets[row]), int(self._offsets[row + 1]))
         documents = self._document_starts[self._document_index[row] : self._document_index[row + 1]].copy()
-        if row_hash(tokens, documents) != self.hash(row):
+        if self.hash(row) not in (row_hash(tokens, documents), row_hash(tokens, documents, True)):
             raise CacheError(f"tokens in {self.folder} do not have the row hash of the commit record: damaged")
         if not len(documents) or documents[0] != 0 or documents[-1] >= len(tokens) or (np.diff(documents) <= 0).any():
             raise CacheError(f"{self.folder}/document_starts does not rise from 0 within the row: damaged")
@@ -122,4 +122,5 @@ class ShardReader:
             log_normalizers=extra["log_normalizers"],
             tail_logmass_extra=extra["tail_logmass_extra"],
             start=start,
+            within_documents=self.hash(row) != row_hash(tokens, documents),
         )

@@ -178,6 +178,7 @@ def prepare(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = F
             tokenizer=tokenizer,
             seq_length=data.seq_length,
             packing=data.packing,
+            truncation=data.truncation,
             train_tokens=data.train_tokens,
             heldout_tokens=data.heldout_tokens,
             out_dir=Path(data.samples),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from megatron_kd.config.base import PathString, Section
 
@@ -12,8 +12,9 @@ from megatron_kd.config.base import PathString, Section
 class CorpusConfig(Section):
     """The text that ``prepare`` reads."""
 
-    format: Literal["pydoc_topics", "text", "jsonl"]
-    """pydoc_topics: the language reference that every Python carries; text: a document a file; jsonl: one a line."""
+    format: Literal["pydoc_topics", "text", "jsonl", "chat"]
+    """pydoc_topics: the language reference that every Python carries; text: a document a file; jsonl: one a line;
+    chat: a conversation a line, under messages, of which the assistant's tokens train."""
     paths: list[PathString] = Field(default_factory=list)
     """Files or folders of the corpus; none for pydoc_topics."""
     text_key: Annotated[str, Field(min_length=1)] = "text"
@@ -36,7 +37,11 @@ class DataConfig(Section):
     seq_length: Annotated[int, Field(ge=2)]
     """Tokens in a row."""
     packing: Literal["concatenate", "documents", "padded"] = "concatenate"
-    """concatenate: documents run on, joined by the end-of-text token; documents and padded are not available yet."""
+    """concatenate: documents run on, joined by the end-of-text token, and see those before them; documents: whole
+    documents are fitted into rows and see themselves alone; padded: the same with one document a row."""
+    truncation: Literal["split", "truncate", "drop"] = "split"
+    """Of a document longer than a row, with documents and padded: cut it into documents, keep its first tokens, or
+    leave it out."""
     corpus: CorpusConfig | None = None
     """What ``prepare`` reads; not needed where the samples exist."""
     tokenizer: PathString | None = None
@@ -53,12 +58,19 @@ class DataConfig(Section):
     num_workers: Annotated[int, Field(ge=1, le=64)] = 4
     """Threads of each rank that read ahead, and so reads in flight: more where storage answers slowly."""
 
-    @field_validator("packing")
-    @classmethod
-    def _available_packing(cls, packing: str) -> str:
-        if packing != "concatenate":
-            raise ValueError(f"{packing!r} is not available yet: use 'concatenate'")
-        return packing
+    @model_validator(mode="after")
+    def _check_packing(self) -> Self:
+        if self.packing == "concatenate" and self.truncation != "split":
+            raise ValueError(
+                f"truncation is {self.truncation!r}, but packing concatenate goes on in the next row: set packing to "
+                "documents or padded, or truncation to split"
+            )
+        if self.packing == "concatenate" and self.corpus is not None and self.corpus.format == "chat":
+            raise ValueError(
+                "corpus.format is 'chat', but with packing 'concatenate' conversations would see each other: set "
+                "packing to documents or padded"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_splits(self) -> Self:

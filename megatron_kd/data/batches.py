@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_kd.data.cached_targets import CachedTargets
 from megatron_kd.data.context_slice import WHOLE, ContextSlice
+from megatron_kd.data.documents import document_numbers
 from megatron_kd.data.packing import labels_of
 from megatron_kd.data.samples import SampleSet
 from megatron_kd.device import host_buffer
@@ -28,6 +29,7 @@ class Batch:
         token_weights: float32 [N], 1 where it trains, else 0.
         targets: of all N positions; None when the teacher runs beside the student.
         context: which positions of the rows these are.
+        documents: int32 [b, whole rows], the document of each position; None where a token sees all before it.
 
     ``to`` leaves ``labels`` and ``token_weights`` on the CPU: from there masked rows can be left out without a device
     sync. The loss copies them to the device itself, so they lie in ``host_buffer`` memory like the rest.
@@ -39,6 +41,7 @@ class Batch:
     token_weights: Tensor
     targets: TopKTargets | None
     context: ContextSlice = WHOLE
+    documents: Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -47,14 +50,14 @@ class Batch:
 
     @property
     def positions(self) -> Tensor:
-        """int64 [b, s], the place of each token in its row, on the device of the tokens."""
-        seq_length = self.tokens.shape[1] * self.context.size
-        return self.context.positions(seq_length, self.tokens.device).expand_as(self.tokens)
+        """int64 [b, s], the place of each token in its row or document, on the device of the tokens."""
+        return self.context.places(self.tokens, self.documents)
 
     def to(self, device: torch.device) -> Batch:
-        """The tokens and targets on the device."""
+        """The tokens, documents and targets on the device."""
         targets = self.targets.to(device) if self.targets is not None else None
-        return replace(self, tokens=self.tokens.to(device, non_blocking=True), targets=targets)
+        documents = self.documents.to(device, non_blocking=True) if self.documents is not None else None
+        return replace(self, tokens=self.tokens.to(device, non_blocking=True), targets=targets, documents=documents)
 
 
 def make_batch(
@@ -83,6 +86,10 @@ def make_batch(
             labels.numpy()[into, j] = row_labels[part]
             weights.numpy()[into, j] = mask[part]
             at += len(run)
+    documents = None
+    if samples.within_documents:
+        documents = host_buffer((b, samples.seq_length), torch.int32)
+        documents.numpy()[:] = document_numbers([samples.document_offsets(i) for i in ids], samples.seq_length)
     return Batch(
         sample_ids=ids,
         tokens=tokens,
@@ -90,4 +97,5 @@ def make_batch(
         token_weights=weights.view(-1),
         targets=cached.targets(ids, context) if cached is not None else None,
         context=context,
+        documents=documents,
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_kd.data.documents import restarted_positions
 from megatron_kd.errors import ConfigError
 
 
@@ -56,6 +57,18 @@ class ContextSlice:
         """int64 [s/c], the places in the row, made on the device. Raises ConfigError as ``length``."""
         runs = [torch.arange(run.start, run.stop, device=device) for run in self.ranges(seq_length)]
         return torch.cat(runs) if len(runs) > 1 else runs[0]
+
+    def places(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """int64 [b, s/c], the place of each of this rank's tokens in its row, or in its document where there are some.
+
+        Args:
+            tokens: [b, s/c].
+            documents: integers [b, s], see ``restarted_positions``.
+        """
+        positions = self.positions(tokens.shape[1] * self.size, tokens.device)
+        if documents is None:
+            return positions.expand_as(tokens)
+        return restarted_positions(documents)[:, positions]
 
 
 WHOLE = ContextSlice()

@@ -6,16 +6,18 @@ import glob
 import gzip
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
-from typing import IO, cast, get_args
+from typing import IO, Any, cast, get_args
 
 import xxhash
 
+from megatron_kd.data.conversation import Conversation, checked_text, conversation_of
 from megatron_kd.data.names import CorpusFormat
 from megatron_kd.errors import DataError
 
-_FOLDER_SUFFIXES = {"text": (".txt", ".md", ".rst"), "jsonl": (".jsonl",)}
+_FOLDER_SUFFIXES = {"text": (".txt", ".md", ".rst"), "jsonl": (".jsonl",), "chat": (".jsonl",)}
 # Files up to this size are hashed whole; of larger ones blocks are sampled, so that naming a corpus of terabytes
 # does not mean reading it.
 _WHOLE_FILE_BYTES = 256 * 2**20
@@ -32,22 +34,31 @@ def read_documents(corpus_format: CorpusFormat, paths: Sequence[str] = (), text_
             ``text``, one document a file; ``jsonl``, one object a line. Files ending in ``.gz`` are unpacked.
         paths: files, glob patterns (``**`` crosses folders) or folders; of a folder all files below it that end in
             .txt, .md or .rst (``text``) or .jsonl (``jsonl``), hidden ones left out.
-        text_key: where the text of a JSON object is.
+        text_key: where the text of a JSON object of ``jsonl`` is.
 
     Raises:
         DataError: at the call for an unknown format or paths that match nothing; while reading for a file that is
-            not UTF-8, and, naming file and line, for bad JSON, a missing key or a text that is not a string.
+            not UTF-8, and, naming file and line, for bad JSON, a missing key, or a text that is not a string.
     """
     if corpus_format == "pydoc_topics":
         return iter(_pydoc_topics())
     files = corpus_files(corpus_format, paths)
     if corpus_format == "text":
         return (_read_text(path) for path in files)
-    return _read_jsonl(files, text_key)
+    return _read_jsonl(files, partial(_text_of, text_key))
+
+
+def read_conversations(paths: Sequence[str]) -> Iterator[Conversation]:
+    """The conversations of a ``chat`` corpus, one JSON object with ``messages`` a line; paths as ``jsonl`` has them.
+
+    Raises:
+        DataError: as ``read_documents``; while reading for what ``conversation_of`` refuses.
+    """
+    return _read_jsonl(corpus_files("chat", paths), conversation_of)
 
 
 def corpus_files(corpus_format: CorpusFormat, paths: Sequence[str]) -> list[Path]:
-    """The files of a ``text`` or ``jsonl`` corpus, in the order of ``paths`` and sorted within each; see there."""
+    """The files of a corpus, none for ``pydoc_topics``, in the order of ``paths`` and sorted within each; see there."""
     if corpus_format not in get_args(CorpusFormat):
         raise DataError(f"unknown corpus format {corpus_format!r}: choose one of {', '.join(get_args(CorpusFormat))}")
     if corpus_format == "pydoc_topics":
@@ -134,37 +145,35 @@ def _read_text(path: Path) -> str:
         raise DataError(f"{path} cannot be read as UTF-8 text: {error}") from error
 
 
-def _read_jsonl(files: Sequence[Path], text_key: str) -> Iterator[str]:
+def _read_jsonl[T](files: Sequence[Path], read: Callable[[Any, str], T]) -> Iterator[T]:
+    """What ``read`` makes of the JSON value of each line that is not empty, given where it stands."""
     for path in files:
         number = 0
         try:
             with _open(path) as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
-                        yield _text_of(line, text_key, f"{path}:{number}")
+                        place = f"{path}:{number}"
+                        yield read(_json_of(line, place), place)
         except _READ_ERRORS as error:
             raise DataError(f"{path} cannot be read behind line {number}: {error}") from error
 
 
-def _text_of(line: bytes, text_key: str, place: str) -> str:
+def _json_of(line: bytes, place: str) -> Any:
     try:
-        value = json.loads(line)
+        return json.loads(line)
     except ValueError as error:
         raise DataError(f"{place} is not valid JSON: {error}") from error
+
+
+def _text_of(text_key: str, value: Any, place: str) -> str:
     if not isinstance(value, dict):
         raise DataError(f"{place} holds a JSON {type(value).__name__}, an object with the key {text_key!r} is needed")
     if text_key not in value:
         raise DataError(
             f"{place} has no key {text_key!r}, only {', '.join(sorted(map(repr, value)))}: correct the text_key"
         )
-    text = value[text_key]
-    if not isinstance(text, str):
-        raise DataError(f"{place}: the value of {text_key!r} is {type(text).__name__}, not a string")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # an escaped half of a surrogate pair
-        raise DataError(f"{place}: the value of {text_key!r} is not valid Unicode: {error}") from error
-    return text
+    return checked_text(value[text_key], f"{place}: the value of {text_key!r}")
 
 
 def _hash_file(path: Path, size: int, digest: xxhash.xxh3_128) -> None:

@@ -9,12 +9,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, get_args
 
-from megatron_kd.data.corpus import corpus_identity, read_documents
-from megatron_kd.data.names import CorpusFormat, Packing
-from megatron_kd.data.packing import PackedRow, concatenate
+from megatron_kd.data.chat import ChatTokenizer
+from megatron_kd.data.conversation import Conversation, text_of
+from megatron_kd.data.corpus import corpus_identity, read_conversations, read_documents
+from megatron_kd.data.names import CorpusFormat, Packing, Truncation
+from megatron_kd.data.packing import PackedRow
+from megatron_kd.data.packing_rule import PackingRule
 from megatron_kd.data.sample_writer import find_samples, sample_request, write_samples
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.data.selection import MAX_OVERLAP, Advance, Choice, Scan, choose, scan
+from megatron_kd.data.selection import MAX_OVERLAP, Advance, Choice, Encode, Scan, choose, scan
 from megatron_kd.data.tokenizer import Tokenizer
 from megatron_kd.errors import ConfigError, DataError
 from megatron_kd.progress import progress as progress_bar
@@ -24,6 +27,7 @@ from megatron_kd.progress import progress as progress_bar
 _LEAST_SCANNED_TOKENS = 2**20
 _SCANNED_PER_HELDOUT = 16
 SELECTION_VERSION = 1
+PACKING_VERSION = 1
 
 
 def prepare(
@@ -33,7 +37,8 @@ def prepare(
     text_key: str = "text",
     tokenizer: Tokenizer,
     seq_length: int,
-    packing: str = "concatenate",
+    packing: Packing = "concatenate",
+    truncation: Truncation = "split",
     train_tokens: int | None = None,
     heldout_tokens: int | None = None,
     out_dir: str | Path,
@@ -48,7 +53,9 @@ def prepare(
     Args:
         corpus_format, paths, text_key: as in ``read_documents``.
         seq_length: tokens in a row.
-        train_tokens: budget of the split ``train``, rounded down to whole rows; None takes the whole corpus.
+        packing, truncation: see ``PackingRule``.
+        train_tokens: budget of the split ``train``, padding included, rounded down to whole rows; None takes the whole
+            corpus.
         heldout_tokens: the same for the split ``heldout``; None holds nothing out.
         seed: of the choice and the order of documents.
 
@@ -56,12 +63,18 @@ def prepare(
         The samples, those of an earlier call with the same arguments and content if they are there.
 
     Raises:
-        ConfigError: for a budget below one row or an unknown packing.
-        DataError: for a corpus that cannot be read or is smaller than the budgets, and for other samples in
-            ``out_dir``.
+        ConfigError: for a budget below one row, an unknown packing, or conversations that would see each other.
+        DataError: for a tokenizer without the chat template that conversations need, for a corpus that cannot be read
+            or is smaller than the budgets, and for other samples in ``out_dir``.
     """
-    _check(seq_length, packing, train_tokens, heldout_tokens, seed)
+    _check(seq_length, packing, truncation, train_tokens, heldout_tokens, seed)
+    chat = ChatTokenizer(tokenizer) if corpus_format == "chat" else None
+    if chat is not None and packing == "concatenate":
+        raise ConfigError("data.packing concatenate would let conversations see each other: use documents or padded")
+    rule = PackingRule(packing, seq_length, truncation, tokenizer.eos_id, adds_eos=chat is None)
     corpus = corpus_identity(corpus_format, paths, text_key)
+    if chat is not None:
+        corpus |= chat.identity()
     identities: dict[str, Any] = {
         "seq_length": seq_length,
         "packing": packing,
@@ -73,14 +86,15 @@ def prepare(
             "train_tokens": train_tokens,
             "heldout_tokens": heldout_tokens,
             "max_overlap": MAX_OVERLAP,
+            **({} if packing == "concatenate" else {"truncation": truncation, "packing_version": PACKING_VERSION}),
         },
     }
     existing = find_samples(out_dir, sample_request(**identities))
     if existing is not None:
         return existing
 
-    def read() -> Iterator[str]:
-        return read_documents(corpus_format, paths, text_key)
+    def read() -> Iterator[str | Conversation]:
+        return read_documents(corpus_format, paths, text_key) if chat is None else read_conversations(paths)
 
     out_dir = Path(out_dir)
     out_dir.parent.mkdir(parents=True, exist_ok=True)
@@ -89,12 +103,12 @@ def prepare(
     with tempfile.TemporaryDirectory(dir=out_dir.parent, prefix=f".{out_dir.name}.scan-") as folder:
         scanned, choice = _scan_enough(
             read,
-            tokenizer,
+            tokenizer.encode_batch if chat is None else chat.encode_batch,
             Path(folder),
+            rule,
             seed=seed,
             train_tokens=None if train_rows is None else train_rows * seq_length,
             heldout_tokens=heldout_rows * seq_length,
-            seq_length=seq_length,
             corpus_bytes=int(str(corpus["bytes"])),
             show=progress,
         )
@@ -102,7 +116,7 @@ def prepare(
         with progress_bar("prepare: pack and write", max(expected, 1), unit="rows", enabled=progress) as advance:
 
             def rows(documents: Sequence[int], limit: int | None) -> Iterator[PackedRow]:
-                for row in islice(concatenate(scanned.documents(documents), seq_length, tokenizer.eos_id), limit):
+                for row in islice(rule.rows(scanned.documents(documents)), limit):
                     advance()
                     yield row
 
@@ -112,9 +126,12 @@ def prepare(
             return write_samples(out_dir, splits, **identities)
 
 
-def _check(seq_length: int, packing: str, train_tokens: int | None, heldout_tokens: int | None, seed: int) -> None:
-    if packing not in get_args(Packing):
-        raise ConfigError(f"data.packing {packing!r} is unknown: choose one of {', '.join(get_args(Packing))}")
+def _check(
+    seq_length: int, packing: str, truncation: str, train_tokens: int | None, heldout_tokens: int | None, seed: int
+) -> None:
+    for key, word, known in (("packing", packing, Packing), ("truncation", truncation, Truncation)):
+        if word not in get_args(known):
+            raise ConfigError(f"data.{key} {word!r} is unknown: choose one of {', '.join(get_args(known))}")
     if seq_length < 2:
         raise ConfigError(f"data.seq_length is {seq_length}: a row of fewer than 2 tokens has nothing to predict")
     if not 0 <= seed < 2**64:
@@ -125,14 +142,14 @@ def _check(seq_length: int, packing: str, train_tokens: int | None, heldout_toke
 
 
 def _scan_enough(
-    read: Callable[[], Iterator[str]],
-    tokenizer: Tokenizer,
+    read: Callable[[], Iterator[str | Conversation]],
+    encode: Encode,
     folder: Path,
+    rule: PackingRule,
     *,
     seed: int,
     train_tokens: int | None,
     heldout_tokens: int,
-    seq_length: int,
     corpus_bytes: int,
     show: bool,
 ) -> tuple[Scan, Choice]:
@@ -144,12 +161,14 @@ def _scan_enough(
     while True:
         file = folder / f"tokens-{attempt}.npy"
         with _bytes_bar("prepare: tokenise", corpus_bytes, show) as advance:
-            scanned = scan(read(), tokenizer, file, seed=seed, enough=enough, advance=advance)
+            scanned = scan(read(), encode, file, rule, seed=seed, enough=enough, advance=advance)
         try:
             with _bytes_bar("prepare: compare documents", corpus_bytes, show and heldout_tokens > 0) as advance:
-                choice = choose(scanned, read, heldout_tokens, advance)
+                choice = choose(scanned, lambda: map(text_of, read()), heldout_tokens, advance)
             available = _tokens(scanned, choice)
-            needed = seq_length if train_tokens is None else train_tokens
+            # Rows that are filled up with padding are rows as well, so fewer tokens than a row holds make one.
+            least = rule.seq_length if rule.packing == "concatenate" else 1
+            needed = least if train_tokens is None else train_tokens
             if available >= needed:
                 return scanned, choice
             problem = DataError(

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from megatron_kd.data.names import WITHIN_DOCUMENTS
 from megatron_kd.data.npy import NpyWriter
 from megatron_kd.data.packing import PackedRow
 from megatron_kd.data.samples import FORMAT_VERSION, MANIFEST, SampleSet, add_to_digest
@@ -96,7 +97,8 @@ def write_samples(
     temporary = out_dir.with_name(f".{out_dir.name}.{uuid.uuid4().hex}.tmp")
     temporary.mkdir()
     try:
-        counts = _write_arrays(temporary, splits, seq_length, int(tokenizer_identity["vocab_size"]))
+        within = packing in WITHIN_DOCUMENTS
+        counts = _write_arrays(temporary, splits, seq_length, int(tokenizer_identity["vocab_size"]), within)
         manifest = {"format_version": FORMAT_VERSION, **counts, "tokenizer": dict(tokenizer_identity)}
         write_json(temporary / MANIFEST, manifest | {"request": request})
         try:
@@ -113,7 +115,7 @@ def write_samples(
 
 
 def _write_arrays(
-    folder: Path, splits: Mapping[str, Iterable[PackedRow]], seq_length: int, vocab_size: int
+    folder: Path, splits: Mapping[str, Iterable[PackedRow]], seq_length: int, vocab_size: int, within_documents: bool
 ) -> dict[str, Any]:
     digest = xxhash.xxh3_128()
     rows_of_split: dict[str, int] = {}
@@ -140,7 +142,7 @@ def _write_arrays(
             for row in rows:
                 if row.tokens.min() < 0 or row.tokens.max() >= vocab_size:
                     raise DataError(f"a row holds token ids outside the tokenizer's vocabulary of {vocab_size}")
-                add_to_digest(digest, row)
+                add_to_digest(digest, row, within_documents)
                 buffer.append(row)
                 if len(buffer) == _ROWS_PER_WRITE:
                     flush()

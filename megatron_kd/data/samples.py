@@ -18,6 +18,8 @@ import xxhash
 from numpy.typing import ArrayLike, NDArray
 
 from megatron_kd.cache.identity import row_hash
+from megatron_kd.data.documents import document_numbers
+from megatron_kd.data.names import WITHIN_DOCUMENTS
 from megatron_kd.data.npy_rows import NpyRows
 from megatron_kd.data.packing import PackedRow
 from megatron_kd.errors import DataError
@@ -29,11 +31,20 @@ _ROWS_PER_COUNT = 4096
 
 @dataclass(frozen=True)
 class RowBatch:
-    """Rows of equal length: tokens int32 [B, L], loss_mask uint8 [B, L], document_offsets B arrays int32 [D]."""
+    """Rows of equal length: tokens int32 [B, L], loss_mask uint8 [B, L], document_offsets B arrays int32 [D].
+
+    ``within_documents`` as in ``SampleSet``.
+    """
 
     tokens: NDArray[np.int32]
     loss_mask: NDArray[np.uint8]
     document_offsets: list[NDArray[np.int32]]
+    within_documents: bool = False
+
+    @property
+    def documents(self) -> NDArray[np.int32] | None:
+        """The document of each position, int32 [B, L], of the tokens that are there; None where all see all."""
+        return document_numbers(self.document_offsets, self.tokens.shape[1]) if self.within_documents else None
 
 
 class SampleSet:
@@ -44,6 +55,9 @@ class SampleSet:
         manifest: the content of ``samples.json``.
         seq_length: L.
         splits: the sample ids of each split.
+        packing: how documents were put into rows.
+        within_documents: whether a token sees its own document alone, counted from position 0, or all before it in
+            the row. Teacher and student follow it alike.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -52,6 +66,8 @@ class SampleSet:
         self.manifest = _read_manifest(self.path)
         self.seq_length = int(self.manifest["request"]["seq_length"])
         self.splits = _split_ranges(self.manifest["splits"])
+        self.packing = str(self.manifest["request"]["packing"])
+        self.within_documents = self.packing in WITHIN_DOCUMENTS
         n, offsets = int(self.manifest["samples"]), int(self.manifest["document_offsets"])
         self._files = {
             "tokens": self._open("tokens", np.int32, (n, self.seq_length)),
@@ -100,6 +116,7 @@ class SampleSet:
             tokens=self._read_rows("tokens", wanted),
             loss_mask=self._read_rows("loss_mask", wanted),
             document_offsets=[self._read_document_offsets(sample) for sample in wanted],
+            within_documents=self.within_documents,
         )
 
     def _read_rows(self, name: str, wanted: list[int]) -> NDArray[Any]:
@@ -117,10 +134,14 @@ class SampleSet:
 
     def row_hash(self, sample: int) -> bytes:
         """The 16 bytes that name a row in every cache, computed from what is on disk now."""
-        return row_hash(self.tokens(sample), self.document_offsets(sample))
+        return row_hash(self.tokens(sample), self.document_offsets(sample), self.within_documents)
 
-    def token_counts(self, split: str | None = None, vocab_size: int | None = None) -> NDArray[np.int64]:
+    def token_counts(
+        self, split: str | None = None, vocab_size: int | None = None, *, learned: bool = False
+    ) -> NDArray[np.int64]:
         """How often each token occurs in a split (None: in all): int64 [vocab_size], by default the tokenizer's V.
+
+        ``learned`` counts the tokens whose prediction trains: no padding and no prompts.
 
         A model's vocabulary may be larger than its tokenizer's, never smaller.
         """
@@ -128,7 +149,10 @@ class SampleSet:
         size = self.vocab_size if vocab_size is None else vocab_size
         counts = np.zeros(size, np.int64)
         for start in range(ids.start, ids.stop, _ROWS_PER_COUNT):
-            block = self._tokens[start : min(start + _ROWS_PER_COUNT, ids.stop)]
+            rows = slice(start, min(start + _ROWS_PER_COUNT, ids.stop))
+            block = self._tokens[rows]
+            if learned:
+                block = block[:, 1:][self._loss_mask[rows, :-1] > 0]
             counts += np.bincount(block.ravel(), minlength=size)
         return counts
 
@@ -142,7 +166,8 @@ class SampleSet:
         """Reads every row. Raises DataError where the content is not what was written."""
         digest = xxhash.xxh3_128()
         for sample in range(len(self)):
-            add_to_digest(digest, PackedRow(self.tokens(sample), self.loss_mask(sample), self.document_offsets(sample)))
+            row = PackedRow(self.tokens(sample), self.loss_mask(sample), self.document_offsets(sample))
+            add_to_digest(digest, row, self.within_documents)
         if digest.hexdigest() != self.manifest["content"]:
             raise DataError(f"the samples {self.path} are damaged (content hash differs): remove them, prepare again")
 
@@ -173,9 +198,9 @@ def open_samples(path: str | Path) -> SampleSet:
     return SampleSet(path)
 
 
-def add_to_digest(digest: xxhash.xxh3_128, row: PackedRow) -> None:
+def add_to_digest(digest: xxhash.xxh3_128, row: PackedRow, within_documents: bool) -> None:
     """Adds all of a row to the content hash of a set of samples."""
-    digest.update(row_hash(row.tokens, row.document_offsets))
+    digest.update(row_hash(row.tokens, row.document_offsets, within_documents))
     digest.update(np.ascontiguousarray(row.loss_mask))
 
 

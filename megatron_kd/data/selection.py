@@ -12,15 +12,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_kd.data.conversation import Conversation, text_of
 from megatron_kd.data.npy import NpyWriter
 from megatron_kd.data.overlap import shared_fractions, shingles
+from megatron_kd.data.packing_rule import PackingRule
 from megatron_kd.data.sampler import splitmix64
-from megatron_kd.data.tokenizer import Tokenizer
 from megatron_kd.errors import DataError
 
 MAX_OVERLAP = 0.01  # of a held-out document's shingles
@@ -28,6 +30,7 @@ MAX_SHARE = 4  # a held-out document fills at most a quarter of the split where 
 _CANDIDATES = 16  # times the tokens that are held out: so many are examined, since some will be refused
 _BATCH_CHARACTERS = 2**20
 
+Encode = Callable[[Any], list[NDArray[np.int32]]]  # ``encode_batch`` of a tokenizer
 Advance = Callable[[str], None]  # called with each text that was worked on
 
 
@@ -36,25 +39,26 @@ class Scan:
     """The tokenised documents of a corpus, or of its beginning.
 
     Attributes:
-        tokens: int32 [total], memory-mapped, documents one behind the other, without EOS.
+        tokens: int32 [total], memory-mapped, documents one behind the other, without EOS; see ``PackingRule``.
         starts: int64 [documents + 1].
         priorities: uint64 [documents], the pseudo-random order.
         complete: whether the corpus ends here.
+        rule: what becomes of them.
     """
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     priorities: NDArray[np.uint64]
     complete: bool
+    rule: PackingRule
 
     def __len__(self) -> int:
         return len(self.priorities)
 
     @property
     def packed_lengths(self) -> NDArray[np.int64]:
-        """Tokens each document takes in a row, its EOS included; 0 for an empty one."""
-        lengths = np.diff(self.starts)
-        return lengths + (lengths > 0)
+        """Tokens each document takes in rows, its EOS included; 0 for an empty one."""
+        return self.rule.taken(np.diff(self.starts))
 
     def documents(self, indices: Iterable[int]) -> Iterator[NDArray[np.int32]]:
         """The tokens of some documents, in the order of ``indices``."""
@@ -62,7 +66,14 @@ class Scan:
 
 
 def scan(
-    documents: Iterable[str], tokenizer: Tokenizer, file: Path, *, seed: int, enough: int | None, advance: Advance
+    documents: Iterable[str | Conversation],
+    encode: Encode,
+    file: Path,
+    rule: PackingRule,
+    *,
+    seed: int,
+    enough: int | None,
+    advance: Advance,
 ) -> Scan:
     """Tokenises documents into a new ``file`` until ``enough`` tokens are there (None: all of them)."""
     starts, priorities = array("q", [0]), array("Q")
@@ -72,14 +83,14 @@ def scan(
             if enough is not None and writer.rows >= enough:
                 complete = False
                 break
-            ids = tokenizer.encode_batch(batch)
-            for text, tokens in zip(batch, ids, strict=True):
+            ids = encode(batch)
+            for text, tokens in zip(map(text_of, batch), ids, strict=True):
                 priorities.append(xxhash.xxh3_64_intdigest(text.encode(), seed=seed))
                 starts.append(starts[-1] + len(tokens))
                 advance(text)
             writer.append(np.concatenate(ids))
     tokens = np.load(file, mmap_mode="r" if starts[-1] else None)
-    return Scan(np.asarray(tokens), np.array(starts, np.int64), np.array(priorities, np.uint64), complete)
+    return Scan(np.asarray(tokens), np.array(starts, np.int64), np.array(priorities, np.uint64), complete, rule)
 
 
 @dataclass(frozen=True)
@@ -151,13 +162,13 @@ def _first_with(lengths: NDArray[np.int64], tokens: int) -> int:
     return min(int(np.searchsorted(np.cumsum(lengths), tokens)) + 1, len(lengths))
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def _batches(documents: Iterable[str | Conversation]) -> Iterator[list[str | Conversation]]:
     """Lists of about 1 MiB of text: enough for every thread of the tokenizer, little enough to hold."""
-    batch: list[str] = []
+    batch: list[str | Conversation] = []
     characters = 0
-    for text in documents:
-        batch.append(text)
-        characters += len(text)
+    for document in documents:
+        batch.append(document)
+        characters += len(text_of(document))
         if characters >= _BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0

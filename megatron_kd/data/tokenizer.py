@@ -67,6 +67,11 @@ class Tokenizer:
         self.eos_id = int(tokenizer.eos_token_id)
         self.vocab_size = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values()))
 
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer of transformers that this is."""
+        return self._tokenizer
+
     def encode(self, text: str) -> NDArray[np.int32]:
         """Token ids [n], without any token that the text does not hold.
 

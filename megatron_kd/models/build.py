@@ -13,7 +13,7 @@ from megatron_kd.config import ModelConfig, ParallelismConfig, TrainingConfig
 from megatron_kd.config.rope import Llama3RopeScaling
 from megatron_kd.device import current_device
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.models.rope import llama3_frequencies, position_embedding_type
+from megatron_kd.models.rope import llama3_frequencies, position_embedding_type, restart_at_documents
 from megatron_kd.models.spec import layer_spec
 from megatron_kd.models.transformer_config import Precision, params_dtype, transformer_config
 from megatron_kd.models.vocabulary import padded_vocab_size
@@ -47,6 +47,7 @@ def build_model(
     built.to(device=current_device(), dtype=params_dtype(precision))
     if isinstance(model.rope_scaling, Llama3RopeScaling):
         built.rotary_pos_emb.inv_freq = llama3_frequencies(model, model.rope_scaling).to(current_device())
+    restart_at_documents(built)
     _mark_experts(built)
     if not trainable:
         built.requires_grad_(False)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
@@ -52,3 +54,30 @@ def llama3_frequencies(model: ModelConfig, scaling: Llama3RopeScaling) -> Tensor
     turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return kept * plain + (1.0 - kept) * plain / scaling.factor
+
+
+def restart_at_documents(built: GPTModel) -> None:
+    """Turns by the positions that a forward pass is called with, where it is called with documents as well.
+
+    Megatron-Core turns by the place in the row, whatever ``position_ids`` say. Scores depend on differences of places
+    alone, so the function is the same; but far down a row, angles are rounded otherwise than for the document alone.
+    """
+    asked: dict[str, Any] = {}
+
+    def note(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
+        _, positions, documents, *_ = arguments
+        asked["positions"] = None if documents is None else positions
+        asked["length"] = None if documents is None else documents.shape[1]
+
+    def pick(rotary: Any, _: tuple[Any, ...], found: Any) -> Any:
+        positions = asked.get("positions")
+        if positions is None:
+            return found
+        # Of the whole row, since a context-parallel rank's own places are not those that it needs.
+        whole = rotary.forward(asked["length"], packed_seq=True)
+        angles, *factor = whole if isinstance(whole, tuple) else (whole,)  # YaRN's concentration comes with it
+        angles = angles[:, 0, 0][positions.t()][:, :, None]
+        return (angles, *factor) if factor else angles
+
+    built.register_forward_pre_hook(note)
+    built.rotary_pos_emb.register_forward_hook(pick)

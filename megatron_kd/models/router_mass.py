@@ -18,7 +18,9 @@ from megatron_kd.models.schedule import run_schedule
 
 
 @torch.no_grad()
-def router_mass(built: GPTModel, model: ModelConfig, groups: ParallelGroups, rows: Tensor) -> Tensor:
+def router_mass(
+    built: GPTModel, model: ModelConfig, groups: ParallelGroups, rows: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """The routing probabilities of all tokens, summed per layer and expert. Collective over all ranks.
 
     Of each token the experts it is sent to get the weights that their outputs are mixed with, the others 0; over the
@@ -27,6 +29,7 @@ def router_mass(built: GPTModel, model: ModelConfig, groups: ParallelGroups, row
     Args:
         built: a model with experts, in evaluation mode, of any layout.
         rows: int64 [n, s], n ≥ 1, the same on all ranks; each data-parallel rank runs its share.
+        documents: integers [n, s], where a token sees its own document alone.
 
     Returns:
         float64 [layers, experts], on the CPU, the same on all ranks.
@@ -47,8 +50,11 @@ def router_mass(built: GPTModel, model: ModelConfig, groups: ParallelGroups, row
     def forward(module: torch.nn.Module, row: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
         nonlocal counting
         counting = counts and row < len(rows)
-        tokens = rows[row % len(rows), at][None].to(current_device())
-        return module(tokens, at[None].to(current_device()), None, output_processor=_no_logits), _no_loss
+        at_row = row % len(rows)
+        tokens = rows[at_row, at][None].to(current_device())
+        within = None if documents is None else documents[at_row][None].to(current_device())
+        places = groups.context.places(tokens, within)
+        return module(tokens, places, within, output_processor=_no_logits), _no_loss
 
     with _hooked(built, add):
         run_schedule(built, groups, mine, forward, seq_length=rows.shape[1], micro_batch_size=1, forward_only=True)

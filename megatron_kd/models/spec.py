@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from megatron_kd.device import is_cuda
 from megatron_kd.models.attention import LocalAttention
+from megatron_kd.models.te_attention import document_attention
 
 
 class TorchRMSNorm(torch.nn.RMSNorm):
@@ -37,9 +38,13 @@ def layer_spec(config: TransformerConfig, pp_rank: int = 0) -> ModuleSpec | Tran
     """The specification of the decoder's layers, those of this pipeline stage, for the device at hand."""
     experts, normed = config.num_moe_experts, config.qk_layernorm
     if use_transformer_engine():
-        return get_gpt_layer_with_transformer_engine_spec(
+        layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts, moe_grouped_gemm=config.moe_grouped_gemm, qk_layernorm=normed
         )
+        layer.submodules.self_attention.submodules.core_attention = document_attention(
+            te_extension.TEDotProductAttention
+        )
+        return layer
     layer = get_gpt_layer_local_spec(num_experts=experts, normalization="RMSNorm", qk_layernorm=normed)
     parts = layer.submodules
     parts.input_layernorm = TorchRMSNorm

@@ -44,6 +44,11 @@ def check_samples(recipe: Recipe, samples: SampleSet) -> None:
             f"{samples.path} holds rows of {samples.seq_length} tokens, data.seq_length is {recipe.data.seq_length}: "
             "prepare them again in another folder, or correct the recipe"
         )
+    if samples.packing != recipe.data.packing:
+        raise DataError(
+            f"{samples.path} holds rows packed as {samples.packing!r}, data.packing is {recipe.data.packing!r}: "
+            "prepare them again in another folder, or correct the recipe"
+        )
     for role, model in (("teacher", recipe.teacher.model), ("student", recipe.student.model)):
         if samples.vocab_size > model.vocab_size:
             raise DataError(

@@ -15,7 +15,8 @@ class TeacherEngine(Protocol):
     """A frozen teacher that answers for whole rows.
 
     A row is one sequence: positions 0 … s − 1, each seeing all before it, whatever documents the row is packed from.
-    Every engine answers this same question, so that their caches can be compared.
+    Where documents are given each of them is such a sequence instead, answered for as if it stood alone. Every engine
+    answers this same question, so that their caches can be compared.
     """
 
     def identity(self) -> dict[str, Any]:
@@ -25,7 +26,7 @@ class TeacherEngine(Protocol):
         """
         ...
 
-    def top_k(self, tokens: Tensor) -> ExtractedTopK | None:
+    def top_k(self, tokens: Tensor, documents: Tensor | None = None) -> ExtractedTopK | None:
         """The top-K targets of every position at the recipe's temperatures.
 
         Collective over the ranks of one copy of the model (tensor-parallel ones, all stages of a pipeline), and where
@@ -33,6 +34,7 @@ class TeacherEngine(Protocol):
 
         Args:
             tokens: int64 [b, s] on the current device, the same on every rank of one copy.
+            documents: integers [b, s] beside them, equal within a document and unlike in neighbouring ones.
 
         Returns:
             Targets [N] = [s·b], sequence first, the same on every rank of the last stage; None on stages before it.

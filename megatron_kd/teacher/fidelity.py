@@ -20,6 +20,7 @@ from megatron_kd.cache.store import cache_exists, open_cache
 from megatron_kd.cache.values import ROUNDING
 from megatron_kd.config import Recipe
 from megatron_kd.data.cached_targets import CachedTargets
+from megatron_kd.data.context_slice import WHOLE
 from megatron_kd.data.samples import SampleSet, open_samples
 from megatron_kd.device import any_rank, current_device, fail_together
 from megatron_kd.errors import CacheError, ConfigError, DataError
@@ -164,11 +165,12 @@ class _Job:
         row = self._samples.rows([sample])
         tokens = torch.from_numpy(row.tokens).to(current_device(), torch.int64)
         counted = torch.from_numpy(row.loss_mask[0] > 0).to(current_device())
+        documents = None if row.documents is None else torch.from_numpy(row.documents).to(current_device())
         targets, problem = self._read_cached(sample)
-        hidden, head = self._states(self._teacher.model, tokens)
+        hidden, head = self._states(self._teacher.model, tokens, documents)
         student_hidden, student_head, softened = hidden, head, STAND_IN
         if self._student is not None:
-            student_hidden, student_head = self._states(self._student, tokens)
+            student_hidden, student_head = self._states(self._student, tokens, documents)
             softened = 1.0
         start, tp = self._groups.tp_rank * head.shape[0], self._tp
         real = max(0, min(head.shape[0], self._vocab_size - start))
@@ -201,7 +203,7 @@ class _Job:
         )
         return extracted.targets.ids
 
-    def _states(self, model: GPTModel, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _states(self, model: GPTModel, tokens: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
         """tokens [1, s] → the last hidden states of all positions [s, D] and this rank's shard of the head [Vl, D]."""
         seen: dict[str, Tensor] = {}
 
@@ -209,8 +211,7 @@ class _Job:
             seen["head"] = head_of(output_layer, output_weight)
             return hidden_states
 
-        positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        hidden: Tensor = model(tokens, positions, None, output_processor=keep)
+        hidden: Tensor = model(tokens, WHOLE.places(tokens, documents), documents, output_processor=keep)
         if self._groups.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self._groups.tp_group)
         return hidden.reshape(-1, hidden.shape[-1]), seen["head"]

@@ -20,6 +20,7 @@ from megatron_kd.device import current_device, fail_together, is_cuda
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.documents_apart import documents_apart
 from megatron_kd.teacher.hf_layout import check_layout
 from megatron_kd.teacher.hf_loading import LoadedModel, described_architecture, load_model
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
@@ -68,26 +69,32 @@ class HFTeacher:
         }
 
     @torch.no_grad()
-    def hidden_states(self, tokens: Tensor) -> Tensor:
+    def hidden_states(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         """The last hidden states [s, b, D], after the final norm, on the head's device.
 
         Args:
             tokens: int64 [b, s]; each row is one sequence, without an attention mask.
+            documents: integers [b, s]; each document is then a row of its own, which every causal model understands.
         """
+        if documents is not None:
+            return documents_apart(self.hidden_states, tokens, documents)
         hidden: Tensor = self._loaded.model.base_model(input_ids=tokens, use_cache=False)[0]
         return hidden.transpose(0, 1).to(self.head.weight.device)
 
     @torch.no_grad()
-    def top_k(self, tokens: Tensor) -> ExtractedTopK:
+    def top_k(self, tokens: Tensor, documents: Tensor | None = None) -> ExtractedTopK:
         """The top-K targets of every position, [N] = [s·b] sequence first, at the recipe's temperatures.
 
         Args:
             tokens: int64 [b, s].
+            documents: see ``TeacherEngine.top_k``.
         """
-        return self._extract(tokens, self._teacher.top_k, tuple(self._teacher.temperatures))
+        return self._extract(tokens, documents, self._teacher.top_k, tuple(self._teacher.temperatures))
 
-    def _extract(self, tokens: Tensor, top_k: int, temperatures: tuple[float, ...]) -> ExtractedTopK:
-        hidden = self.hidden_states(tokens)
+    def _extract(
+        self, tokens: Tensor, documents: Tensor | None, top_k: int, temperatures: tuple[float, ...]
+    ) -> ExtractedTopK:
+        hidden = self.hidden_states(tokens, documents)
         return self.head.top_k(hidden.reshape(-1, hidden.shape[-1]), top_k, temperatures, self._chunk_bytes)
 
     @torch.no_grad()
@@ -101,7 +108,7 @@ class HFTeacher:
         vocab, model = self._teacher.model.vocab_size, self._loaded.model
         tokens = torch.linspace(0, vocab - 1, PROBE_TOKENS, device=current_device()).long()[None]
         try:
-            targets = self._extract(tokens, vocab, (1.0,)).targets
+            targets = self._extract(tokens, None, vocab, (1.0,)).targets
             logits = model(input_ids=tokens, use_cache=False).logits
         except (RuntimeError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(

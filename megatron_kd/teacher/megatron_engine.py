@@ -61,30 +61,36 @@ class MegatronTeacher:
         """What decides this teacher's answers; kept in every cache it writes. The layout is no part of it."""
         return teacher_identity(self._note, self._precision)
 
-    def hidden_states(self, micro_batches: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def hidden_states(
+        self, micro_batches: Sequence[Tensor], documents: Sequence[Tensor] | None = None
+    ) -> list[tuple[Tensor, Tensor]]:
         """The last hidden states of micro batches, and this rank's shard of the head.
 
         Args:
             micro_batches: at least one, of equal shape: int64 [b, s], the s positions that a context-parallel rank has.
+            documents: of each the documents of its whole rows, see ``TeacherEngine.top_k``; None: none.
 
         Returns:
             For each hidden [s, b, D] (with sequence parallelism this rank's slice [s/tp, b, D]) and weight [Vl, D];
             nothing on a stage before the last.
         """
-        return self._run(micro_batches, lambda hidden, weight: (hidden, weight))
+        return self._run(micro_batches, documents, lambda hidden, weight: (hidden, weight))
 
-    def top_k_of(self, micro_batches: Sequence[Tensor]) -> list[ExtractedTopK]:
+    def top_k_of(
+        self, micro_batches: Sequence[Tensor], documents: Sequence[Tensor] | None = None
+    ) -> list[ExtractedTopK]:
         """The top-K targets of micro batches, at the recipe's temperatures.
 
         Args:
             micro_batches: at least one, of equal shape: int64 [b, s], the s positions that a context-parallel rank has.
+            documents: of each the documents of its whole rows, see ``TeacherEngine.top_k``; None: none.
 
         Returns:
             Of each the targets [N] = [s·b], sequence first; nothing on a stage before the last.
         """
-        return self._run(micro_batches, self._extract)
+        return self._run(micro_batches, documents, self._extract)
 
-    def top_k(self, tokens: Tensor) -> ExtractedTopK | None:
+    def top_k(self, tokens: Tensor, documents: Tensor | None = None) -> ExtractedTopK | None:
         """The top-K targets of every position, [N] = [s·b] sequence first; None on a stage before the last.
 
         Context-parallel ranks bring and get whole rows.
@@ -94,21 +100,30 @@ class MegatronTeacher:
 
         Args:
             tokens: int64 [b, s].
+            documents: see ``TeacherEngine.top_k``.
         """
         rows, length = tokens.shape
         size = self._micro_batch_size if self._groups.pp_size > 1 else rows
         mine = tokens[:, self._groups.context.positions(length, tokens.device)] if self._groups.cp_size > 1 else tokens
-        parts = self.top_k_of(padded(mine, -rows % size + rows).split(size))
+        whole = None if documents is None else padded(documents, -rows % size + rows).split(size)
+        parts = self.top_k_of(padded(mine, -rows % size + rows).split(size), whole)
         if not parts:
             return None
         return of_whole_rows(joined(parts, mine.shape[1], rows), mine.shape[1], self._groups.cp_group)
 
     @torch.no_grad()
-    def _run[T](self, micro_batches: Sequence[Tensor], finish: Callable[[Tensor, Tensor], T]) -> list[T]:
+    def _run[T](
+        self,
+        micro_batches: Sequence[Tensor],
+        documents: Sequence[Tensor] | None,
+        finish: Callable[[Tensor, Tensor], T],
+    ) -> list[T]:
         """What ``finish`` makes of the hidden states and the head, for each micro batch on the last stage."""
 
-        def forward(model: torch.nn.Module, tokens: Tensor) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            positions = self._groups.context.positions(whole, tokens.device).expand_as(tokens)
+        def forward(
+            model: torch.nn.Module, batch: tuple[Tensor, Tensor | None]
+        ) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            tokens, numbers = batch
             captured: dict[str, Tensor] = {}
 
             def keep(*, hidden_states: Tensor, output_layer: Any, output_weight: Tensor | None, **_: Any) -> Tensor:
@@ -120,16 +135,17 @@ class MegatronTeacher:
                 nothing = hidden.new_zeros(())
                 return nothing, nothing.to(torch.int), finish(hidden, captured["weight"])
 
-            return model(tokens, positions, None, output_processor=keep), report
+            positions = self._groups.context.places(tokens, numbers)
+            return model(tokens, positions, numbers, output_processor=keep), report
 
         rows, length = micro_batches[0].shape
-        whole = length * self._groups.cp_size
+        within: Sequence[Tensor | None] = documents or [None] * len(micro_batches)
         return run_schedule(
             self.model,
             self._groups,
-            micro_batches,
+            list(zip(micro_batches, within, strict=True)),
             forward,
-            seq_length=whole,
+            seq_length=length * self._groups.cp_size,
             micro_batch_size=rows,
             forward_only=True,
         )

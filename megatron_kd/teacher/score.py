@@ -60,9 +60,12 @@ def score(teacher: TeacherEngine, batch: RowBatch, at_least: int = 0) -> Extract
     """
     rows, length = batch.tokens.shape
     tokens = padded(torch.from_numpy(batch.tokens), at_least)
+    numbers, documents = batch.documents, None
+    if numbers is not None:
+        documents = padded(torch.from_numpy(numbers), at_least).to(current_device())
     try:
         with lost_ranks_reported():
-            extracted = teacher.top_k(tokens.to(current_device(), torch.int64))
+            extracted = teacher.top_k(tokens.to(current_device(), torch.int64), documents)
     except (torch.OutOfMemoryError, MemoryError) as error:
         raise ConfigError(
             f"scoring {len(tokens)} rows of {length} tokens ran out of memory ({str(error).splitlines()[0]}): lower "
@@ -118,6 +121,7 @@ def rows_of(ids: Sequence[int], batch: RowBatch, extracted: ExtractedTopK, dtype
             tail_logmass=np.minimum(tails[:, i], 0.0),
             log_normalizers=np.array([e[0][:, i] for e in extras], np.float32).reshape(len(extras), s),
             tail_logmass_extra=np.array([e[1][:, i] for e in extras], np.float32).reshape(len(extras), s),
+            within_documents=batch.within_documents,
         )
         for i, sample in enumerate(ids)
     ]

@@ -29,6 +29,7 @@ from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.checkpoint_files import one_line
 from megatron_kd.models.hf_source import SafetensorsFolder, resolve_source, weights_sha256
 from megatron_kd.targets import TopKTargets
+from megatron_kd.teacher.documents_apart import document_spans
 from megatron_kd.teacher.hf_layout import check_layout
 from megatron_kd.teacher.hf_loading import LoadedModel, config_sha256, described_architecture
 from megatron_kd.teacher.topk import ExtractedTopK
@@ -91,34 +92,40 @@ class VLLMTeacher:
             "tail": "by subtraction",
         }
 
-    def top_k(self, tokens: Tensor) -> ExtractedTopK:
+    def top_k(self, tokens: Tensor, documents: Tensor | None = None) -> ExtractedTopK:
         """The top-K targets of every position at temperature 1, [N] = [s·b] sequence first.
 
         Args:
             tokens: int64 [b, s]; each row is one prompt.
+            documents: integers [b, s]; each document is then one.
 
         Raises:
             CheckpointError: vLLM fails, or answers what is not the top-K of these rows.
         """
-        prompts = [{"prompt_token_ids": row} for row in tokens.tolist()]
+        asked = tokens.tolist()
+        if documents is not None:
+            asked = [asked[row][start:stop] for row, start, stop in document_spans(documents)]
+        prompts = [{"prompt_token_ids": prompt} for prompt in asked]
         try:
             outputs = self._engine.generate(prompts, self._sampling, use_tqdm=False)
         except Exception as error:  # its processes may fail in any way
             raise CheckpointError(f"vLLM failed on rows of {tokens.shape[1]} tokens: {one_line(error)}") from error
-        if [list(output.prompt_token_ids) for output in outputs] != tokens.tolist():
+        if [list(output.prompt_token_ids) for output in outputs] != asked:
             raise CheckpointError("vLLM answered other rows than it was asked for: this version cannot be the teacher")
-        rows = [
-            row_targets(output, tokens.shape[1], self._teacher.top_k, self._teacher.model.vocab_size)
-            for output in outputs
+        answers = [
+            row_targets(output, len(prompt), self._teacher.top_k, self._teacher.model.vocab_size)
+            for output, prompt in zip(outputs, asked, strict=True)
         ]
         ids, logprobs, tail = (
-            torch.from_numpy(np.stack(arrays, axis=1)).to(tokens.device).flatten(0, 1)
+            # Prompts follow each other as their tokens do, row by row.
+            torch.from_numpy(np.concatenate(arrays)).to(tokens.device).unflatten(0, tokens.shape).transpose(0, 1)
             for arrays in (
-                [row.ids for row in rows],
-                [row.logprobs for row in rows],
-                [row.tail_logmass for row in rows],
+                [answer.ids for answer in answers],
+                [answer.logprobs for answer in answers],
+                [answer.tail_logmass for answer in answers],
             )
         )
+        ids, logprobs, tail = (part.flatten(0, 1) for part in (ids, logprobs, tail))
         return ExtractedTopK(TopKTargets(ids, logprobs, tail, 1.0), {})
 
 

@@ -102,7 +102,7 @@ class Distillation:
             output = student(
                 context.batch.tokens,
                 context.batch.positions,
-                None,
+                context.batch.documents,
                 output_processor=self,
                 output_processor_context=context,
             )
@@ -134,12 +134,13 @@ class Distillation:
         As they are where there is no such teacher, and before the last stage, where nobody looks at targets.
         """
         tokens = [batch.tokens for batch in batches]
+        documents = [batch.documents for batch in batches if batch.documents is not None] or None
         if self._teacher is not None and self._full:
-            states = self._teacher.hidden_states(tokens)
+            states = self._teacher.hidden_states(tokens, documents)
             if states:
                 return zip(batches, states, strict=True)
         elif self._teacher is not None:
-            answers = self._teacher.top_k_of(tokens)
+            answers = self._teacher.top_k_of(tokens, documents)
             for answer in answers if self._folds else ():
                 answer.targets.fold_beyond(self.vocab_size)
             if answers:

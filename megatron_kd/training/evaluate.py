@@ -76,7 +76,8 @@ def evaluate_model(
     portions = rows.portions(groups.dp_rank, groups.dp_size)
     unigram = None
     if cached is not None and distillation.is_plain_bucket_kl:
-        unigram = fit_unigram(samples.token_counts("train", distillation.vocab_size))
+        counts = samples.token_counts("train", distillation.vocab_size, learned=samples.within_documents)
+        unigram = fit_unigram(counts)
     was_training = model.training
     model.eval()
     parts: list[torch.Tensor] = []

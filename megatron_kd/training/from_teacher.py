@@ -85,10 +85,12 @@ def _measured_mass(recipe: Recipe, groups: ParallelGroups, path: Path, cut: From
     if kept is not None:
         return kept
     logger.info("measuring the router of %s on %d rows", recipe.teacher.model.name, cut.calibration_samples)
-    rows = torch.tensor(samples.rows(ids[: cut.calibration_samples]).tokens, dtype=torch.int64)
+    batch = samples.rows(ids[: cut.calibration_samples])
+    rows = torch.tensor(batch.tokens, dtype=torch.int64)
+    documents = None if batch.documents is None else torch.from_numpy(batch.documents)
     teacher = build_model(recipe.teacher.model, recipe.parallelism, groups, recipe.training.precision, trainable=False)
     load_weights(teacher, recipe.teacher.model, path)
-    mass: list[list[float]] = router_mass(teacher, recipe.teacher.model, groups, rows).tolist()
+    mass: list[list[float]] = router_mass(teacher, recipe.teacher.model, groups, rows, documents).tolist()
     with fail_together(f"writing {run_dir / ROUTER_MASS}"):
         # What a run in that folder was begun with is its own.
         if dist.get_rank() == 0 and not has_begun(run_dir):

@@ -106,7 +106,7 @@ def test_the_experts_with_most_mass_are_kept(tmp_path: Path) -> None:
         tmp_path / "samples",
         {"train": rows},
         seq_length=SEQ,
-        packing="documents",
+        packing="concatenate",
         tokenizer_identity={"vocab_size": MODEL.vocab_size},
         corpus_identity={},
         selection={},

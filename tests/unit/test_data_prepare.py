@@ -206,7 +206,8 @@ def test_an_earlier_set_is_reused_without_reading(
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"packing": "documents"}, ConfigError, "packing 'documents' is unknown: choose one of concatenate"),
+        ({"packing": "docs"}, ConfigError, "packing 'docs' is unknown: choose one of concatenate, documents, padded"),
+        ({"truncation": "cut"}, ConfigError, "truncation 'cut' is unknown: choose one of split, truncate, drop"),
         ({"seq_length": 1}, ConfigError, "seq_length is 1"),
         ({"train_tokens": 31}, ConfigError, "train_tokens 31 is less than one row"),
         ({"heldout_tokens": 31}, ConfigError, "heldout_tokens 31 is less than one row"),

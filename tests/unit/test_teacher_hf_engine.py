@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_kd.config import Recipe, load_recipe
 from megatron_kd.errors import CheckpointError, ConfigError
 from megatron_kd.models.hf_source import open_hf_weights, weights_sha256
+from megatron_kd.teacher.documents_apart import document_spans, portions
 from megatron_kd.teacher.engine import TeacherEngine
 from megatron_kd.teacher.hf_engine import HFTeacher
 from tests.assets import tiny_llama_folder, tiny_recipe
@@ -240,3 +241,21 @@ def test_the_identity_is_that_of_the_weights_and_of_what_they_compute(tmp_path: 
     assert HFTeacher(recipe).identity() == identity
     (source / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
     assert HFTeacher(recipe).identity()["config_sha256"] != identity["config_sha256"]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "recurrent_gemma"])
+def test_packed_documents_are_answered_for_as_if_alone(tmp_path: Path, name: str) -> None:
+    source = save(tmp_path / "model", name)
+    teacher = HFTeacher(recipe_of(tmp_path, source))
+    tokens = torch.randint(0, V, (2, 32), generator=torch.Generator().manual_seed(1))
+    lengths = [[9, 1, 15, 7], [32]]
+    documents = torch.stack([torch.repeat_interleave(torch.arange(len(n)), torch.tensor(n)) for n in lengths])
+    got = teacher.top_k(tokens, documents).targets
+    logprobs, ids = got.logprobs.unflatten(0, (32, 2)), got.ids.unflatten(0, (32, 2))
+    for row, parts in enumerate(lengths):
+        for part, where in zip(tokens[row].split(parts), torch.arange(32).split(parts), strict=True):
+            exact = own_logits(source, part[None]).log_softmax(dim=1)
+            chosen = exact.gather(1, ids[where, row].long())
+            torch.testing.assert_close(logprobs[where, row].double(), chosen, rtol=0, atol=5e-5)
+            torch.testing.assert_close(chosen, exact.topk(TOP_K, dim=1).values, rtol=0, atol=5e-5)
+    assert len(portions(document_spans(documents), 64)) == 2, "short ones go together"

@@ -107,6 +107,10 @@ def test_the_targets_are_those_of_the_engine_hf(tmp_path: Path, package: SimpleN
     torch.testing.assert_close(got.targets.logprobs, expected.targets.logprobs, rtol=0, atol=2e-5)
     torch.testing.assert_close(got.targets.tail_logmass, expected.targets.tail_logmass, rtol=0, atol=1e-4)
     assert got.targets.temperature == 1.0 and got.log_normalizers == {}
+    documents = torch.stack([torch.arange(32) // n for n in (32, 9, 5)])
+    got, expected = (engine.top_k(tokens, documents) for engine in (teacher, HFTeacher(recipe_of(tmp_path, source))))
+    assert torch.equal(got.targets.ids, expected.targets.ids)
+    torch.testing.assert_close(got.targets.logprobs, expected.targets.logprobs, rtol=0, atol=2e-5)
 
 
 def test_the_identity_says_how_the_answers_came_about(tmp_path: Path, package: SimpleNamespace) -> None:

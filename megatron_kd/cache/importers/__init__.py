@@ -27,6 +27,12 @@ def open_source(
         CacheError: for an unknown format, and for whatever makes the source unfit for these samples.
     """
     path = Path(path)
+    packing = samples.manifest["request"]["packing"]
+    if packing != "concatenate":
+        raise CacheError(
+            f"{samples.path} is packed as {packing!r}, the rows of {format_name} were scored without regard to "
+            "documents: capture these samples instead, or prepare others with data.packing concatenate"
+        )
     if format_name not in FORMATS:
         raise CacheError(f"format {format_name!r} cannot be imported, only {', '.join(FORMATS)}")
     if not path.is_dir():
