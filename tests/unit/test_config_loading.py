@@ -240,8 +240,6 @@ def test_broken_files(tmp_path: Path) -> None:
         ("loss.divergence=reversed_kl", ["loss.divergence is 'reversed_kl'", "did you mean 'reverse_kl'?"]),
         ("loss.tail=truncated", ["loss.tail is 'truncated'", "did you mean 'truncate'?"]),
         ("data.packing=document", ["data.packing is 'document'", "did you mean 'documents'?"]),
-        ("data.truncation=drop", ["truncation is 'drop'", "set packing to documents or padded"]),
-        ("data.corpus={format: chat, paths: [x]}", ["conversations would see each other", "documents or padded"]),
         ("teacher.model=tinylama", ["no model 'tinylama'", "tiny_gpt_oss, tiny_llama"]),
         ("teacher.model='a b'", ["'a b' is no name of a model"]),
         ("name", ["dotted.key=value"]),

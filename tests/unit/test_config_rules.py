@@ -30,6 +30,11 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["data.truncation=drop"], ["truncation is 'drop'", "packing to documents or padded, or truncation to split"]),
+        (
+            ["data.corpus={format: chat, paths: [x]}"],
+            ["corpus.format is 'chat'", "conversations would see each other", "packing to documents or padded"],
+        ),
         (
             ["parallelism.tensor_model_parallel_size=3", "cluster.nodes=2", "cluster.gpus_per_node=2"],
             [
@@ -241,6 +246,8 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["student.from_teacher={ffn_hidden_size: 1536, num_query_groups: 3}"],
         ["student.model=smollm2_135m"],  # the teacher's own name with from_teacher: cut like without a name
         ["data.seq_length=8192", "data.train_tokens=8192", "data.heldout_tokens=8192"],
+        ["data.packing=documents", "data.truncation=drop"],
+        ["data.packing=padded", "data.corpus={format: chat, paths: [x]}"],
         ["optimizer.lr_warmup_iters=9", "training.train_iters=10"],
         ["teacher.top_k=49152"],
         ["loss.temperature=2.0", "teacher.mode=online", "teacher.targets=top_k", "teacher.temperatures=[2.0, 1.0]"],
