@@ -65,7 +65,7 @@ def restart_at_documents(built: GPTModel) -> None:
     asked: dict[str, Any] = {}
 
     def note(_: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
-        _, positions, documents, *_ = arguments
+        positions, documents = arguments[1:3]
         asked["positions"] = None if documents is None else positions
         asked["length"] = None if documents is None else documents.shape[1]
 

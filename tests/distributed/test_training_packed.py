@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_kd.testing import run_distributed
 from tests.assets import tiny_recipe
-from tests.training_runs import Layout, Trainer, curve_of, largest_difference, make_inputs, recipe_in
+from tests.training_runs import Layout, Trainer, curve_of, largest_difference, leave_layout, make_inputs, recipe_in
 
 STEPS, SEQ, ROWS = 2, 64, 4
 ALONE = Layout(1)
@@ -47,7 +47,8 @@ def _alone(recipe: Path) -> dict[str, Any]:
     hf = HFTeacher(recipe_in(recipe, ALONE, "teacher.engine=hf")).top_k(packed.tokens, packed.documents).targets
 
     def run(batches: list[Batch]) -> tuple[float, dict[str, np.ndarray[Any, Any]]]:
-        loss, total, gradients = 0.0, 0.0, {}
+        loss, total = 0.0, 0.0
+        gradients: dict[str, np.ndarray[Any, Any]] = {}
         for batch in batches:
             trainer.student.model.zero_grad_buffer()
             (sums,) = session.distillation.run(
@@ -116,6 +117,26 @@ def _heard(trainer: Trainer, tokens: Tensor, documents: Tensor) -> dict[str, flo
     }
 
 
+def _scored(recipe: Path, layout: Layout) -> float:
+    """How far the answers of a teacher in this layout, as a capture asks it, are from the cached ones."""
+    from megatron_kd.data.samples import open_samples
+    from megatron_kd.teacher.megatron_engine import MegatronTeacher
+    from megatron_kd.teacher.score import score
+    from megatron_kd.training.session import open_session
+
+    loaded = recipe_in(recipe, layout, "teacher.capture.micro_batch_size=3")
+    leave_layout()
+    session = open_session(loaded)
+    assert session.cached is not None
+    cached = session.cached.targets(range(ROWS))
+    extracted = score(MegatronTeacher(loaded, session.groups), open_samples(loaded.data.samples).rows(range(ROWS)))
+    if extracted is None:
+        return 0.0
+    found = extracted.targets
+    pairs = (found.logprobs, cached.logprobs), (found.tail_logmass, cached.tail_logmass)
+    return max(float((ours - theirs).abs().max()) for ours, theirs in pairs)
+
+
 def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if world == 1:
@@ -125,12 +146,13 @@ def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
         if layout.world == world:
             found[str(layout)] = curve_of(recipe_in(recipe, layout), STEPS)
             found[f"{layout} online"] = curve_of(recipe_in(recipe, layout, *ONLINE), STEPS)
+            found[f"{layout} targets apart"] = _scored(recipe, layout)
     return found
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the first rank found, by name."""
+    """What the ranks found, by name: the last one, which has the answers of a pipeline."""
     folder = tmp_path_factory.mktemp("packed")
     words = ["An", "expression", "is", "a", "statement"]
     texts = [" ".join(words[(i * j + j) % 5] for j in range(3 + i % 11)) for i in range(99)]
@@ -143,7 +165,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "corpus": {"format": "jsonl", "paths": [str(folder / "texts.jsonl")]},
     }
     recipe = tiny_recipe(folder, data=data)
-    return {name: value for world in (1, 2) for name, value in run_distributed(_rank, world, recipe)[0].items()}
+    return {name: value for world in (1, 2) for name, value in run_distributed(_rank, world, recipe)[-1].items()}
 
 
 def test_packed_documents_are_as_each_alone(found: dict[str, Any]) -> None:
@@ -162,6 +184,7 @@ def test_no_document_hears_another(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_curves_do_not_depend_on_the_layout(found: dict[str, Any], layout: Layout) -> None:
+    assert 0.0 < found[f"{layout} targets apart"] < 1e-2, "float16 in the cache"
     for name in ("", " online"):
         assert largest_difference(found[f"{ALONE}{name}"], found[f"{layout}{name}"]) < 1e-4
 

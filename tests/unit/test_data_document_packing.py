@@ -158,12 +158,7 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, SampleSet]:
             out_dir=folder / packing / truncation,
             progress=False,
         )
-        for packing, truncation in (
-            ("concatenate", "split"),
-            ("documents", "split"),
-            ("documents", "drop"),
-            ("padded", "split"),
-        )
+        for packing, truncation in PREPARED
     }
 
 

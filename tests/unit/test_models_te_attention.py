@@ -56,8 +56,8 @@ def test_documents_are_attended_as_by_the_local_attention(monkeypatch: pytest.Mo
     generator = torch.Generator().manual_seed(3)
     query = torch.randn(S, B, N, D, generator=generator)
     key, value = torch.randn(2, S, B, G, D, generator=generator)
-    heads = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
-    expected = attend(*heads, 0, DOCUMENTS, None, None, 0.3).permute(2, 0, 1, 3).reshape(S, B, N * D)
+    q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+    expected = attend(q, k, v, 0, DOCUMENTS, None, None, 0.3).permute(2, 0, 1, 3).reshape(S, B, N * D)
     monkeypatch.setattr(te_attention, "gather_sequence", lambda local, group: local)  # whole already
     for rank in range(size):
         at = ContextSlice(rank, size).positions(S)
