@@ -126,6 +126,9 @@ def test_other_tokens_are_named(ragged: tuple[Cache, list[Row]]) -> None:
     moved = row_hash(rows[4].tokens, np.array([0, 17]))
     with pytest.raises(CacheError, match="documents start elsewhere"):
         reader.read(4, moved, expected_tokens=rows[4].tokens)
+    apart = row_hash(rows[4].tokens, rows[4].document_offsets, within_documents=True)
+    with pytest.raises(CacheError, match=r"its tokens saw other documents \(data.packing\)"):
+        reader.read(4, apart, expected_tokens=rows[4].tokens)
     with pytest.raises(CacheError, match="sample 4"):
         reader.read_many([3, 4], [rows[3].hash, other])
     with pytest.raises(ValueError, match="2 ids, but 1 expected hashes"):
