@@ -27,6 +27,9 @@ MODELS = {
     "qwen3": tiny_qwen3(**SIZES),
     "gpt_oss": tiny_gpt_oss(**SIZES),
 }
+PACKED = {f"{name} packed": MODELS[name] for name in ("llama", "gpt_oss")}
+"""The same models on rows of several documents, each of which Hugging Face's model sees alone."""
+DOCUMENTS = [37, 1, 60, 30]
 # Past the windows of GPT-OSS, and past the context that scaled positions begin at.
 TOKENS = 128
 
@@ -47,15 +50,15 @@ def cuda_rank(
     assert is_cuda()
     if not transformer_engine:
         spec.use_transformer_engine = lambda: False
-    model: ModelConfig = MODELS[name]
+    model: ModelConfig = (MODELS | PACKED)[name]
     layout = ParallelismConfig(tensor_model_parallel_size=tp, sequence_parallel=tp > 1)
     groups = init_model_parallel(layout, seed=1)
     built = build_model(model, layout, groups, precision, trainable=True)
     load_hf_weights(built, model, open_hf_weights(folder), groups)
     oracle = torch.load(Path(folder) / "oracle.pt")
     tokens = oracle["tokens"].to(device)
-    positions = torch.arange(tokens.shape[1], device=device).expand_as(tokens)
-    local = built(tokens, positions, None)
+    documents = oracle["documents"].to(device) if "documents" in oracle else None
+    local = built(tokens, groups.context.places(tokens, documents), documents)
     parts = [local]
     if groups.tp_group is not None:
         parts = [torch.empty_like(local) for _ in range(tp)]
@@ -75,11 +78,11 @@ def cuda_rank(
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Weights and oracle of each model."""
     paths = {}
-    for name, model in MODELS.items():
+    for name, model in (MODELS | PACKED).items():
         path = tmp_path_factory.mktemp("model")
         built = random_hf_model(model)
         built.save_pretrained(path)
-        paths[name] = str(write_oracle(built, path, model.vocab_size, TOKENS))
+        paths[name] = str(write_oracle(built, path, model.vocab_size, TOKENS, DOCUMENTS if name in PACKED else None))
     return paths
 
 
@@ -91,7 +94,7 @@ def require_transformer_engine() -> None:
 # TF32 and half-precision attention kernels round more than float32 does.
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-2), ("bf16", 1e-1)])
 @pytest.mark.parametrize("transformer_engine", [False, True], ids=["local", "transformer engine"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *PACKED])
 def test_the_model_computes_what_it_does_on_the_cpu(
     folders: dict[str, str], name: str, transformer_engine: bool, precision: str, tolerance: float
 ) -> None:
