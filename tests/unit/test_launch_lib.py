@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron_kd.config import load_recipe
 from tests.assets import ROOT
 
 SOURCES = "".join(f"source {ROOT}/launch/lib/{name}.sh\n" for name in ("say", "arguments", "recipe", "steps", "stop"))
@@ -100,3 +102,33 @@ def test_only_done_work_ends_well(
     text = f"scontrol() {{ return 1; }}; command=train job_dir=logs signalled={signalled}\nconclude {file}"
     done = bash(text, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID="7")
     assert done.returncode == status and says in done.stdout + done.stderr, done
+
+
+def asked(script: Path, *options: str) -> dict[str, str]:
+    """What a script asks SLURM for, with sbatch's options behind it."""
+    lines = (line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH "))
+    return dict(word.removeprefix("--").split("=", 1) for word in (*lines, *options) if "=" in word)
+
+
+def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
+    """Every script with its own recipe, and every line to type in a recipe's comment: script, options, recipe."""
+    found = {}
+    for script in sorted((ROOT / "launch").glob("*.sh")):
+        if own := re.search(r"^KD_RECIPE=\$\{KD_RECIPE:-(\S+)\}$", script.read_text(), re.MULTILINE):
+            found[script.name] = (script, (), own[1])
+    for recipe in sorted((ROOT / "recipes").rglob("*.yaml")):
+        for line in re.findall(r"^# +sbatch (.*)$", recipe.read_text(), re.MULTILINE):
+            words = line.split()
+            options = tuple(word for word in words if word.startswith("--"))
+            script, *rest = words[len(options) :]
+            name = rest[0] if rest else recipe.relative_to(ROOT).as_posix()
+            found[f"{recipe.stem}: {line}"] = (ROOT / script, options, name)
+    return found
+
+
+@pytest.mark.parametrize("name", submissions())
+def test_a_script_asks_for_the_nodes_and_gpus_of_its_recipe(name: str) -> None:
+    script, options, recipe = submissions()[name]
+    cluster = load_recipe(ROOT / recipe, []).cluster
+    wanted = asked(script, *options)
+    assert (int(wanted["nodes"]), int(wanted["gpus-per-node"])) == (cluster.nodes, cluster.gpus_per_node)
