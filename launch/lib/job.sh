@@ -101,6 +101,7 @@ parse_arguments "$@"
 start_job "$@"
 choose_part
 choose_environment
+listen_early
 look_around
 warn_without_login
 check_nodes

@@ -63,6 +63,16 @@ def test_two_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
     assert again.returncode == 0 and f"iteration {done + 1}, finished" in printed, said
 
 
+def test_a_command_that_keeps_nothing_ends(tmp_path: Path) -> None:
+    recipe = captured_road() / "recipe.yaml"
+    process = start("prepare", recipe, f"data.samples={tmp_path}/samples")
+    time.sleep(1.5)  # Python imports for longer
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM), said
+    assert not (tmp_path / "samples").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

@@ -104,6 +104,31 @@ def test_only_done_work_ends_well(
     assert done.returncode == status and says in done.stdout + done.stderr, done
 
 
+@pytest.mark.parametrize(
+    ("command", "restarts", "status", "says"),
+    [
+        ("train", "0", 75, "SLURM asks to stop (time limit or pre-emption) before train began: it goes on after"),
+        ("train", "20", 75, "began after 20 requeues: submit it again"),
+        ("evaluate", "0", 0, "ran"),
+    ],
+)
+def test_a_signal_while_the_nodes_are_looked_at(command: str, restarts: str, status: int, says: str) -> None:
+    text = (
+        f"scontrol() {{ return 1; }}; command={command}; source {ROOT}/launch/lib/wait.sh\n"
+        "listen_early; kill -USR1 $$; run_and_listen echo ran"
+    )
+    done = bash(text, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID="7")
+    assert done.returncode == status and says in done.stdout, done
+    assert ("ran" in done.stdout.split()) == (status == 0)
+
+
+@pytest.mark.parametrize("script", ["job.sh", "gptoss20b_32k.sh", "gptoss120b_32k.sh", "llama31_8b_to_3b_8k.sh"])
+def test_submitted_from_elsewhere(script: str) -> None:
+    done = bash(f"unset root lib; source {ROOT}/launch/{script}", SLURM_SUBMIT_DIR="/", SLURM_JOB_ID="7")
+    wanted = "launch: error: no //launch/lib/job.sh: submit from the root of the checkout, or set KD_ROOT to it\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
 def asked(script: Path, *options: str) -> dict[str, str]:
     """What a script asks SLURM for, with sbatch's options behind it."""
     lines = (line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH "))
