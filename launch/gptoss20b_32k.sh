@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A GPT-OSS 20B student at 32,768 tokens on one node of eight GPUs, from the teacher's cache.
+# GPT-OSS 120B teaches GPT-OSS 20B at 32,768 tokens on one node of eight GPUs, from the teacher's cache.
 # sbatch launch/gptoss20b_32k.sh [COMMAND] [RECIPE] [key=value …]; launch/gptoss20b_32k.sh --help says more.
 #SBATCH --job-name=gptoss20b_32k
 #SBATCH --nodes=1
