@@ -27,12 +27,14 @@ launcher=()
 [[ $command == prepare ]] || ((ranks == 1)) ||
   launcher=(torchrun --no-python --standalone --nproc-per-node "$ranks")
 
+# shellcheck disable=SC2329 # all three by traps
 # The ranks: the children of torchrun, or the one process itself.
 rank_pids() {
   if ((${#launcher[@]})); then cat "/proc/$work/task/$work/children"; else echo "$work"; fi
 }
 
 # A signal can be lost while a rank starts, so it is sent until all are gone.
+# shellcheck disable=SC2329
 ask_ranks_to_stop() {
   local pids
   while pids=$(rank_pids) && [[ -n $pids ]]; do
@@ -43,6 +45,7 @@ ask_ranks_to_stop() {
 }
 
 asking='' interrupts=0
+# shellcheck disable=SC2329
 on_signal() {
   heard=$((heard + 1))
   [[ $1 != INT ]] || interrupts=$((interrupts + 1))

@@ -1,0 +1,102 @@
+"""What the launch scripts decide without SLURM: words, containers, complaints. srun is a function that prints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.assets import ROOT
+
+SOURCES = "".join(f"source {ROOT}/launch/lib/{name}.sh\n" for name in ("say", "arguments", "recipe", "steps", "stop"))
+
+
+def bash(text: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs lines of bash behind the library."""
+    return subprocess.run(
+        ["bash", "-c", f"set -euo pipefail\nroot={ROOT} heard=0\n{SOURCES}{text}", "job", *arguments],
+        env={"PATH": os.environ["PATH"], "HOME": "/none", **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+
+
+PARSE = 'KD_RECIPE=mine.yaml; parse_arguments "$@"; recipe[run_dir]=run; command_words; printf "%s\\n" "${words[@]}"'
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("", "train mine.yaml"),
+        ("a=1 b=2", "train mine.yaml a=1 b=2"),
+        ("other.yaml a=x=y", "train other.yaml a=x=y"),
+        ("capture --repair a=1", "capture mine.yaml a=1 --repair"),
+        ("convert import r.yaml --role=student", "convert import r.yaml --role=student"),
+        ("evaluate r.yaml a=1", "evaluate run"),
+        ("evaluate /tmp loss.tail=drop", "evaluate /tmp loss.tail=drop"),
+    ],
+)
+def test_words_for_the_command(given: str, words: str) -> None:
+    done = bash(PARSE, *given.split())
+    assert done.stdout.split() == words.split(), done.stderr
+
+
+def test_a_step_in_a_container() -> None:
+    text = (
+        'srun() { if [[ $1 == --help ]]; then echo "--container-image=x"; else printf "%s\\n" "$@"; fi; }\n'
+        "choose_environment; step 2 8 --output=log program"
+    )
+    done = bash(text, KD_CONTAINER="registry#image:1", KD_MOUNTS="/data,/ckpt", SLURM_CPUS_ON_NODE="96")
+    assert done.stdout.splitlines() == [
+        "--nodes=2",
+        "--ntasks=16",
+        "--ntasks-per-node=8",
+        "--cpus-per-task=12",
+        "--distribution=block",
+        "--export=ALL",
+        "--open-mode=append",
+        "--container-image=registry#image:1",
+        f"--container-mounts=/,{ROOT},/data,/ckpt",
+        "--container-workdir=/",
+        "--no-container-mount-home",
+        "--output=log",
+        "program",
+    ], done.stderr
+
+
+def test_many_nodes_complain_in_one_line(tmp_path: Path) -> None:
+    for node in range(10, 20):
+        (tmp_path / f"log.{node}").write_text(f"n{node}\tno cache\n" + ("n19\tno GPU\n" if node == 19 else ""))
+    source = (ROOT / "launch/lib/job.sh").read_text()
+    function = source[source.index("gather_complaints() {") : source.index("look_around() {")]
+    done = bash(f"{function}\ngather_complaints {tmp_path}/log.*")
+    assert done.stdout.splitlines() == [
+        "launch: error: n10 n11 n12 n13 and 6 more nodes: no cache",
+        "launch: error: n19: no GPU",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    ("state", "signalled", "restarts", "status", "says"),
+    [
+        ("finished", "yes", "0", 0, "train is finished"),
+        ("stopped", "", "0", 75, "submit it again to go on"),
+        ("stopped", "yes", "20", 75, "not done after 20 requeues"),
+        ("stopped", "yes", "3", 75, "SLURM did not requeue job 7"),
+        ("running", "yes", "0", 2, "says 'running'"),
+        (None, "", "0", 2, "says 'nothing'"),
+    ],
+)
+def test_only_done_work_ends_well(
+    tmp_path: Path, state: str | None, signalled: str, restarts: str, status: int, says: str
+) -> None:
+    file = tmp_path / "status.json"
+    if state is not None:
+        file.write_text(f'{{\n  "state": "{state}",\n  "iteration": 3\n}}\n')
+    text = f"scontrol() {{ return 1; }}; command=train job_dir=logs signalled={signalled}\nconclude {file}"
+    done = bash(text, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID="7")
+    assert done.returncode == status and says in done.stdout + done.stderr, done
