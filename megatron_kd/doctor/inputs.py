@@ -129,7 +129,7 @@ def _checkpoint(role: str, path: str | None, model: ModelConfig, name: str) -> C
     try:
         note = read_note(folder)
         check_same_architecture(folder, note, model)
-        check_files(folder)
+        check_files(folder, note.get("files", {}))
     except KDError as error:
         return fail(check, str(error), f"megatron-kd convert import {name} --role {role}, or correct {role}.checkpoint")
     return ok(check, f"{folder}: {model.name}")

@@ -40,7 +40,7 @@ def refused(*arguments: str | Path) -> str:
 
 def test_two_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
     recipe, run = captured_road() / "recipe.yaml", tmp_path / "run"
-    words = [recipe, f"run_dir={run}", "cluster.gpus_per_node=2", "training.train_iters=100000"]
+    words: list[str | Path] = [recipe, f"run_dir={run}", "cluster.gpus_per_node=2", "training.train_iters=100000"]
     process = start("train", *words)
     deadline = time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
