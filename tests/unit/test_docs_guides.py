@@ -1,4 +1,4 @@
-"""The guides: what they tell people to type exists, what they quote is said, and their planned figures are the plan's."""
+"""The guides: what they tell people to type exists, what they quote is said, what they plan is planned."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ from tests.unit.typed_commands import (
 GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day", "first_week", "scaling")}
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 MINE = ("recipes/mine.yaml",)
-JOBS = sorted(
-    path.relative_to(ROOT).as_posix() for path in (ROOT / "launch").glob("*.sh") if "#SBATCH" in path.read_text()
-)
+SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
+JOBS = [path.relative_to(ROOT).as_posix() for path in SCRIPTS if "#SBATCH" in path.read_text()]
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -74,8 +73,8 @@ def test_the_recipe_of_the_first_day_loads_where_it_is_saved(tmp_path: Path) -> 
 
 
 def test_the_answer_shown_is_the_answer() -> None:
-    [shown] = blocks(GUIDES["first_day"], "console")
-    line, answer = shown.strip().split("\n")
+    [console] = blocks(GUIDES["first_day"], "console")
+    line, answer = console.strip().split("\n")
     words = line.removeprefix("$ megatron-kd ").split()
     done = subprocess.run(
         [sys.executable, "-m", "megatron_kd", *words], cwd=ROOT, capture_output=True, text=True, check=False
@@ -84,15 +83,19 @@ def test_the_answer_shown_is_the_answer() -> None:
 
 
 def test_the_plan_shown_is_the_plan() -> None:
-    [shown] = [block for block in blocks(GUIDES["first_day"]) if "GPU-hours" in block]
+    [quoted_plan] = [block for block in blocks(GUIDES["first_day"]) if "GPU-hours" in block]
     plan = planned("recipes/llama31_8b_to_3b_8k/offline_fused.yaml")
-    assert describe(plan).rstrip().endswith(shown.rstrip())
+    assert describe(plan).rstrip().endswith(quoted_plan.rstrip())
     assert f"{plan.cache.bytes / 1e9:.0f} GB and {plan.capture_hours:.1f} GPU-hours" in GUIDES["first_week"]
 
 
 @cache
 def planned(*words: str) -> Plan:
     return plan_recipe(load_recipe(ROOT / words[0], words[1:]))
+
+
+def shown(plan: Plan) -> list[str]:
+    return [f"{plan.memory.total / GIB:.0f}", f"{plan.step.seconds:.1f} s"]
 
 
 def table(name: str) -> list[list[str]]:
@@ -105,17 +108,13 @@ def test_planned_tables_are_the_plan_s() -> None:
     assert len(table("planned")) == 3
     for recipe, layout, memory, step, hours in table("planned"):
         plan = planned(f"recipes/{recipe.strip('` ')}")
-        seen = [
-            layout_words(Layout.of(plan.recipe), Recomputation.of(plan.recipe)),
-            f"{plan.memory.total / GIB:.0f}",
-            f"{plan.step.seconds:.1f} s",
-        ]
-        assert [layout, memory, step, hours] == [*seen, f"{plan.train_hours:.0f}"], recipe
+        named = layout_words(Layout.of(plan.recipe), Recomputation.of(plan.recipe))
+        assert [layout, memory, step, hours] == [named, *shown(plan), f"{plan.train_hours:.0f}"], recipe
     assert len(table("recomputation")) == 3
     for words, memory, step in table("recomputation"):
         extra = [] if words == "none" else words.split()
         plan = planned("recipes/gptoss20b_32k/offline_1node.yaml", *extra)
-        assert [memory, step] == [f"{plan.memory.total / GIB:.0f}", f"{plan.step.seconds:.1f} s"], words
+        assert [memory, step] == shown(plan), words
     plan = planned("recipes/gptoss20b_32k/offline_1node.yaml")
     assert f"{plan.capture_hours:.0f} GPU-hours by the plan" in GUIDES["scaling"]
 
