@@ -80,7 +80,9 @@ def import_model(
     if there is not None:
         return there
     if model.hf is None:
-        raise ConfigError(f"{role}.model.hf is not set: name a folder of safetensors or a GGUF file to import from")
+        raise ConfigError(
+            f"{role}.model.hf is not set: add {role}.model.hf=FOLDER, of safetensors, or a GGUF file to import from"
+        )
     show = show_progress and dist.get_rank() == 0
     with fail_together(f"reading {model.hf}"):
         source = resolve_source(model.hf)

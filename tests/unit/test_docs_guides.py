@@ -30,6 +30,7 @@ from tests.unit.typed_commands import (
 )
 
 GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day", "first_week", "scaling")}
+README = (ROOT / "README.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 MINE = ("recipes/mine.yaml",)
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
@@ -45,13 +46,14 @@ def test_commands_exist_and_take_what_is_shown(page: str) -> None:
         check_command(line, written)
 
 
-@pytest.mark.parametrize("page", [*GUIDES, "recipes"])
+@pytest.mark.parametrize("page", [*GUIDES, "README", "recipes"])
 def test_scripts_take_what_is_shown(page: str) -> None:
     if page == "recipes":  # their headers: one line each, continued ones joined
         text = "\n".join(path.read_text() for path in (ROOT / "recipes").rglob("*.yaml")).replace("\\\n#", "")
         found = [line.lstrip("# ") for line in text.splitlines() if re.match(r"#\s+(sbatch|launch)", line)]
     else:
-        found = [line for line in lines(GUIDES[page]) if SCRIPT.search(line)]
+        text = GUIDES.get(page, README)
+        found = [line for line in lines(text) if SCRIPT.search(line)]
     assert found
     for line in found:
         check_script(line)
