@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_kd.config import ClusterConfig, load_recipe
+from megatron_kd.data.corpus import read_documents
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.plan import Plan, plan_recipe
@@ -72,6 +73,18 @@ def test_the_recipe_of_the_first_day_loads_where_it_is_saved(tmp_path: Path) -> 
     recipe = load_recipe(file)
     assert recipe.training.train_iters * recipe.data.seq_length <= (recipe.data.train_tokens or 0)
     assert recipe.run_dir in GUIDES["first_day"]
+
+
+def test_parquet_becomes_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow = pytest.importorskip("pyarrow")
+    (tmp_path / "data/parquet").mkdir(parents=True)
+    texts = ["one\nline", 'zwölf "other" ones']
+    parquet.write_table(pyarrow.table({"text": texts, "id": [1, 2]}), tmp_path / "data/parquet/part.parquet")
+    monkeypatch.chdir(tmp_path)
+    [snippet] = blocks(GUIDES["first_week"], "python")
+    exec(snippet, {})
+    assert list(read_documents("jsonl", ["data/corpus"])) == texts
 
 
 def test_the_answer_shown_is_the_answer() -> None:
