@@ -196,7 +196,7 @@ def tokenizer_source(recipe: Recipe) -> Path:
             return imported
     if recipe.teacher.model.hf is None:
         raise ConfigError(
-            "no tokenizer: import the teacher first (convert import), or set data.tokenizer to a Hugging Face folder or a "
-            "GGUF file"
+            "no tokenizer: import the teacher first (convert import), or set data.tokenizer to a Hugging Face folder "
+            "or a GGUF file"
         )
     return resolve_source(recipe.teacher.model.hf)
