@@ -10,7 +10,7 @@ from megatron_kd.config import Recipe
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.memory import PARTS, Memory, plan_memory
 
-# Okabe and Ito's palette, told apart with every common colour vision; hatches repeat what two blues alone would say.
+# Okabe and Ito's palette, told apart with every common colour vision; bars and legend have one order.
 COLOURS = {
     "weights": "#0072B2",
     "gradients": "#56B4E9",

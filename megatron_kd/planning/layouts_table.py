@@ -8,7 +8,7 @@ from megatron_kd.config import Recipe
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.plan import Plan, plan_recipe
-from megatron_kd.planning.published import gpt_oss
+from megatron_kd.planning.published_recipes import gpt_oss
 from megatron_kd.planning.published_results import PublishedRun
 from megatron_kd.planning.recomputation import Recomputation
 from megatron_kd.planning.suggest import candidates, overrides_between, suggest

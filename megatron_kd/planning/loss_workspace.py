@@ -195,10 +195,11 @@ def _forward_chunked(shape: LossShape, budget: int) -> LossWorkspace:
     copies = models * rows * shape.computed * FLOAT
     dh, dw = _gradients(shape)
     widened = _widened(shape, shape.hidden)
-    temporaries = _cpu_temporaries(shape, rows) if shape.full and shape.on_cpu else 0.0
-    forward = logits + copies + widened + _widened(shape, shape.teacher_hidden or 0) + temporaries
-    # Backward frees a chunk's logits, and sums dW over chunks: two of them for a moment.
-    backward = logits - copies + copies / models + 2 * dw + dh + widened
+    forward = logits + copies + widened + _widened(shape, shape.teacher_hidden or 0) + _cpu_block(shape, rows)
+    # Backward frees the logits of a chunk, and autograd adds dW of the second to that of the first into a third tensor.
+    backward = dh + dw + copies / models + widened
+    if rows < shape.tokens:
+        backward = logits - 2 * copies + 3 * dw + dh * min(1.0, 2 * rows / shape.tokens) + widened
     peak = max(forward, backward) + 32 * shape.tokens
     return LossWorkspace(peak, dh, rows)
 
@@ -225,13 +226,17 @@ def _cpu_panel(shape: LossShape) -> float:
     return min(_CPU_PANEL, shape.computed * shape.hidden * FLOAT) if widens else 0.0
 
 
-def _cpu_temporaries(shape: LossShape, rows: int) -> float:
-    """The panel while logits are made, then of a pair of models one temporary of a block."""
-    if not shape.on_cpu:
+def _cpu_block(shape: LossShape, rows: int) -> float:
+    """What the passes over a pair of models need beside it: one block on a CPU."""
+    if not (shape.on_cpu and shape.full):
         return 0.0
     row = shape.computed * FLOAT
-    block = max(1, BLOCK_BYTES["cpu"] // (4 * row)) * row if shape.full else 0.0
-    return max(_cpu_panel(shape), min(block, rows * row))
+    return min(max(1, BLOCK_BYTES["cpu"] // (4 * row)), rows) * row
+
+
+def _cpu_temporaries(shape: LossShape, rows: int) -> float:
+    """The panel while logits are made, the block afterwards."""
+    return max(_cpu_panel(shape), _cpu_block(shape, rows))
 
 
 def target_bytes(shape: LossShape) -> float:

@@ -118,7 +118,8 @@ def describe_suggestions(suggestions: Sequence[Suggestion]) -> str:
     if not suggestions:
         return "no layout fits on the node counts that were tried"
     nodes = suggestions[0].plan.recipe.cluster.nodes
-    lines = [f"{len(suggestions)} layouts fit on {nodes} node{'' if nodes == 1 else 's'}, none on fewer; the fastest:"]
+    where = "1 node" if nodes == 1 else f"{nodes} nodes, none on fewer"
+    lines = [f"{len(suggestions)} layouts fit on {where}; the fastest:"]
     for suggestion in suggestions[:SHOWN]:
         recipe = suggestion.plan.recipe
         words = layout_words(Layout.of(recipe), Recomputation.of(recipe))

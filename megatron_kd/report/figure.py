@@ -176,7 +176,12 @@ def memory_title(runs: Sequence[RunRecord]) -> str:
 
 
 def _wrapped(label: str) -> str:
-    """Broken into lines of at most 30 characters, after a comma where there is one, else after a slash, _ or -."""
+    """Broken into at most three lines of 30 characters, after a comma where there is one, else after a slash, _ or -.
+
+    Of what is longer the beginning and the end, which tell runs apart.
+    """
+    if len(label) > 75:
+        label = f"{label[:40]}… {label[-33:]}"
     lines = [""]
     for part in re.findall(r".*?, |.+", label):
         pieces = [part] if len(part) <= 30 else re.findall(r"[^/_ -]{1,30}[/_ -]?|[/_ -]", part)
@@ -184,7 +189,8 @@ def _wrapped(label: str) -> str:
             if len((lines[-1] + piece).rstrip()) > 30:
                 lines.append("")
             lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines if line)
+    lines = [line.rstrip() for line in lines if line]
+    return "\n".join(lines if len(lines) <= 3 else [*lines[:2], f"…{lines[-1][-29:]}"])
 
 
 def _line_length(text: str) -> int:

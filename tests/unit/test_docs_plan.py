@@ -10,15 +10,9 @@ from megatron_kd.config import load_recipe
 from megatron_kd.planning import efficiency
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.plan import plan_recipe
-from megatron_kd.planning.published import (
-    EIGHT_TO_THREE,
-    GPT_OSS,
-    eight_to_three,
-    gpt_oss,
-    implied_rows,
-    published_markdown,
-    rows,
-)
+from megatron_kd.planning.published import published_markdown, rows
+from megatron_kd.planning.published_recipes import eight_to_three, gpt_oss, implied_rows
+from megatron_kd.planning.published_results import EIGHT_TO_THREE, GPT_OSS
 from tests.assets import ROOT
 
 TEXT = (ROOT / "docs/plan.md").read_text()

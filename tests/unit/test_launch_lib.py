@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from megatron_kd.config import load_recipe
 from tests.assets import ROOT
 
 SOURCES = "".join(f"source {ROOT}/launch/lib/{name}.sh\n" for name in ("say", "arguments", "recipe", "steps", "stop"))
@@ -100,3 +102,58 @@ def test_only_done_work_ends_well(
     text = f"scontrol() {{ return 1; }}; command=train job_dir=logs signalled={signalled}\nconclude {file}"
     done = bash(text, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID="7")
     assert done.returncode == status and says in done.stdout + done.stderr, done
+
+
+@pytest.mark.parametrize(
+    ("command", "restarts", "status", "says"),
+    [
+        ("train", "0", 75, "SLURM asks to stop (time limit or pre-emption) before train began: it goes on after"),
+        ("train", "20", 75, "began after 20 requeues: submit it again"),
+        ("evaluate", "0", 0, "ran"),
+    ],
+)
+def test_a_signal_while_the_nodes_are_looked_at(command: str, restarts: str, status: int, says: str) -> None:
+    text = (
+        f"scontrol() {{ return 1; }}; command={command}; source {ROOT}/launch/lib/wait.sh\n"
+        "listen_early; kill -USR1 $$; run_and_listen echo ran"
+    )
+    done = bash(text, SLURM_RESTART_COUNT=restarts, SLURM_JOB_ID="7")
+    assert done.returncode == status and says in done.stdout, done
+    assert ("ran" in done.stdout.split()) == (status == 0)
+
+
+@pytest.mark.parametrize("script", ["job.sh", "gptoss20b_32k.sh", "gptoss120b_32k.sh", "llama31_8b_to_3b_8k.sh"])
+def test_submitted_from_elsewhere(script: str) -> None:
+    done = bash(f"unset root lib; source {ROOT}/launch/{script}", SLURM_SUBMIT_DIR="/", SLURM_JOB_ID="7")
+    wanted = "launch: error: no //launch/lib/job.sh: submit from the root of the checkout, or set KD_ROOT to it\n"
+    assert (done.returncode, done.stderr) == (2, wanted)
+
+
+def asked(script: Path, *options: str) -> dict[str, str]:
+    """What a script asks SLURM for, with sbatch's options behind it."""
+    lines = (line.removeprefix("#SBATCH ") for line in script.read_text().splitlines() if line.startswith("#SBATCH "))
+    return dict(word.removeprefix("--").split("=", 1) for word in (*lines, *options) if "=" in word)
+
+
+def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
+    """Every script with its own recipe, and every line to type in a recipe's comment: script, options, recipe."""
+    found = {}
+    for script in sorted((ROOT / "launch").glob("*.sh")):
+        if own := re.search(r"^KD_RECIPE=\$\{KD_RECIPE:-(\S+)\}$", script.read_text(), re.MULTILINE):
+            found[script.name] = (script, (), own[1])
+    for recipe in sorted((ROOT / "recipes").rglob("*.yaml")):
+        for line in re.findall(r"^# +sbatch (.*)$", recipe.read_text(), re.MULTILINE):
+            words = line.split()
+            options = tuple(word for word in words if word.startswith("--"))
+            script, *rest = words[len(options) :]
+            name = rest[0] if rest else recipe.relative_to(ROOT).as_posix()
+            found[f"{recipe.stem}: {line}"] = (ROOT / script, options, name)
+    return found
+
+
+@pytest.mark.parametrize("name", submissions())
+def test_a_script_asks_for_the_nodes_and_gpus_of_its_recipe(name: str) -> None:
+    script, options, recipe = submissions()[name]
+    cluster = load_recipe(ROOT / recipe, []).cluster
+    wanted = asked(script, *options)
+    assert (int(wanted["nodes"]), int(wanted["gpus-per-node"])) == (cluster.nodes, cluster.gpus_per_node)

@@ -9,7 +9,7 @@ from megatron_kd.losses import IMPLEMENTATIONS, peak_extra_bytes
 from megatron_kd.planning.loss_workspace import LossShape, loss_workspace
 from megatron_kd.targets import TopKTargets
 
-N, D, V, K, CHUNK_MIB = 768, 256, 6144, 50, 4.0
+N, D, V, K, CHUNK_MIB = 512, 192, 4096, 40, 3.0
 
 
 def counted(name: str, mode: str, full: bool, dtype: torch.dtype) -> int:
