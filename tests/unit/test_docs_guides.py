@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_kd.config import ClusterConfig, load_recipe
+from megatron_kd.config import load_recipe
 from megatron_kd.data.corpus import read_documents
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.layout import Layout
@@ -25,7 +25,6 @@ from tests.unit.typed_commands import (
     check_command,
     check_script,
     commands,
-    default_recipe,
     lines,
     pages,
 )
@@ -34,8 +33,6 @@ GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day",
 README = (ROOT / "README.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 MINE = ("recipes/mine.yaml",)
-SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
-JOBS = [path.relative_to(ROOT).as_posix() for path in SCRIPTS if "#SBATCH" in path.read_text()]
 
 
 @pytest.mark.parametrize("page", GUIDES)
@@ -144,17 +141,6 @@ def test_the_teacher_of_gpt_oss_takes_what_the_recipe_says() -> None:
         f"takes {held[0]:.0f} GiB of a GPU with its experts over two ranks, {held[1]:.0f} over eight"
         in (ROOT / file).read_text()
     )
-
-
-@pytest.mark.parametrize("script", JOBS)
-def test_a_job_asks_for_what_its_own_recipe_needs(script: str) -> None:
-    """Otherwise the line that the recipe's header shows would be refused."""
-    name = default_recipe(script)
-    if not name:
-        return
-    cluster: ClusterConfig = load_recipe(ROOT / name).cluster
-    header = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", (ROOT / script).read_text(), re.MULTILINE))
-    assert (header["nodes"], header["gpus-per-node"]) == (str(cluster.nodes), str(cluster.gpus_per_node))
 
 
 def quoted() -> list[str]:
