@@ -32,16 +32,15 @@ from tests.unit.typed_commands import (
 GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day", "first_week", "scaling")}
 README = (ROOT / "README.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
-MINE = ("recipes/mine.yaml",)
+WRITTEN = ("recipes/mine.yaml", "recipes/first_try.yaml")
 
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_commands_exist_and_take_what_is_shown(page: str) -> None:
-    written = MINE if page == "first_day" else ()
     found = commands(GUIDES[page])
     assert found
     for line in found:
-        check_command(line, written)
+        check_command(line, WRITTEN)
 
 
 @pytest.mark.parametrize("page", [*GUIDES, "README", "recipes"])
@@ -54,7 +53,7 @@ def test_scripts_take_what_is_shown(page: str) -> None:
         found = [line for line in lines(text) if SCRIPT.search(line)]
     assert found
     for line in found:
-        check_script(line)
+        check_script(line, WRITTEN)
 
 
 def test_links_lead_to_files() -> None:
@@ -63,13 +62,15 @@ def test_links_lead_to_files() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_recipe_of_the_first_day_loads_where_it_is_saved(tmp_path: Path) -> None:
-    [text] = blocks(GUIDES["first_day"], "yaml")
+@pytest.mark.parametrize("page", ["first_day", "first_week"])
+def test_the_recipe_to_write_loads_and_has_the_rows_it_trains_on(page: str, tmp_path: Path) -> None:
+    [text] = blocks(GUIDES[page], "yaml")
     file = tmp_path / "mine.yaml"
-    file.write_text(text.replace("smollm2_cpu.yaml", str(ROOT / "recipes/smollm2_cpu.yaml")))
+    file.write_text(re.sub(r"^extends: ", f"extends: {ROOT}/recipes/", text))
     recipe = load_recipe(file)
-    assert recipe.training.train_iters * recipe.data.seq_length <= (recipe.data.train_tokens or 0)
-    assert recipe.run_dir in GUIDES["first_day"]
+    rows = recipe.training.train_iters * recipe.training.global_batch_size
+    assert rows * recipe.data.seq_length <= (recipe.data.train_tokens or 0)
+    assert f"recipes/{recipe.name}.yaml" in WRITTEN
 
 
 def test_parquet_becomes_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
