@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_kd.config import ClusterConfig, load_recipe
+from megatron_kd.config import load_recipe
 from megatron_kd.data.corpus import read_documents
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.layout import Layout
@@ -25,7 +25,6 @@ from tests.unit.typed_commands import (
     check_command,
     check_script,
     commands,
-    default_recipe,
     lines,
     pages,
 )
@@ -33,18 +32,15 @@ from tests.unit.typed_commands import (
 GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day", "first_week", "scaling")}
 README = (ROOT / "README.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
-MINE = ("recipes/mine.yaml",)
-SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
-JOBS = [path.relative_to(ROOT).as_posix() for path in SCRIPTS if "#SBATCH" in path.read_text()]
+WRITTEN = ("recipes/mine.yaml", "recipes/first_try.yaml")
 
 
 @pytest.mark.parametrize("page", GUIDES)
 def test_commands_exist_and_take_what_is_shown(page: str) -> None:
-    written = MINE if page == "first_day" else ()
     found = commands(GUIDES[page])
     assert found
     for line in found:
-        check_command(line, written)
+        check_command(line, WRITTEN)
 
 
 @pytest.mark.parametrize("page", [*GUIDES, "README", "recipes"])
@@ -57,7 +53,7 @@ def test_scripts_take_what_is_shown(page: str) -> None:
         found = [line for line in lines(text) if SCRIPT.search(line)]
     assert found
     for line in found:
-        check_script(line)
+        check_script(line, WRITTEN)
 
 
 def test_links_lead_to_files() -> None:
@@ -66,13 +62,15 @@ def test_links_lead_to_files() -> None:
             assert (page.parent / target).exists(), f"{page.name}: {target}"
 
 
-def test_the_recipe_of_the_first_day_loads_where_it_is_saved(tmp_path: Path) -> None:
-    [text] = blocks(GUIDES["first_day"], "yaml")
+@pytest.mark.parametrize("page", ["first_day", "first_week"])
+def test_the_recipe_to_write_loads_and_has_the_rows_it_trains_on(page: str, tmp_path: Path) -> None:
+    [text] = blocks(GUIDES[page], "yaml")
     file = tmp_path / "mine.yaml"
-    file.write_text(text.replace("smollm2_cpu.yaml", str(ROOT / "recipes/smollm2_cpu.yaml")))
+    file.write_text(re.sub(r"^extends: ", f"extends: {ROOT}/recipes/", text))
     recipe = load_recipe(file)
-    assert recipe.training.train_iters * recipe.data.seq_length <= (recipe.data.train_tokens or 0)
-    assert recipe.run_dir in GUIDES["first_day"]
+    rows = recipe.training.train_iters * recipe.training.global_batch_size
+    assert rows * recipe.data.seq_length <= (recipe.data.train_tokens or 0)
+    assert f"recipes/{recipe.name}.yaml" in WRITTEN
 
 
 def test_parquet_becomes_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,17 +142,6 @@ def test_the_teacher_of_gpt_oss_takes_what_the_recipe_says() -> None:
         f"takes {held[0]:.0f} GiB of a GPU with its experts over two ranks, {held[1]:.0f} over eight"
         in (ROOT / file).read_text()
     )
-
-
-@pytest.mark.parametrize("script", JOBS)
-def test_a_job_asks_for_what_its_own_recipe_needs(script: str) -> None:
-    """Otherwise the line that the recipe's header shows would be refused."""
-    name = default_recipe(script)
-    if not name:
-        return
-    cluster: ClusterConfig = load_recipe(ROOT / name).cluster
-    header = dict(re.findall(r"^#SBATCH --([a-z-]+)=(\S+)", (ROOT / script).read_text(), re.MULTILINE))
-    assert (header["nodes"], header["gpus-per-node"]) == (str(cluster.nodes), str(cluster.gpus_per_node))
 
 
 def quoted() -> list[str]:

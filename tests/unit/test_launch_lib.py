@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -144,9 +145,10 @@ def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
     for recipe in sorted((ROOT / "recipes").rglob("*.yaml")):
         for line in re.findall(r"^# +sbatch (.*)$", recipe.read_text(), re.MULTILINE):
             words = line.split()
-            options = tuple(word for word in words if word.startswith("--"))
+            options = tuple(takewhile(lambda word: word.startswith("--"), words))
             script, *rest = words[len(options) :]
-            name = rest[0] if rest else recipe.relative_to(ROOT).as_posix()
+            named = [word for word in rest if word.endswith(".yaml")]
+            name = named[0] if named else recipe.relative_to(ROOT).as_posix()
             found[f"{recipe.stem}: {line}"] = (ROOT / script, options, name)
     return found
 
