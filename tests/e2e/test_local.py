@@ -16,7 +16,7 @@ from tests.e2e.road import captured_road
 LOCAL = ROOT / "launch/local.sh"
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
+def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The script in a session of its own, as a terminal starts it."""
     return subprocess.Popen(
         ["bash", LOCAL, *arguments],
