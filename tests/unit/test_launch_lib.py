@@ -138,7 +138,7 @@ def asked(script: Path, *options: str) -> dict[str, str]:
 
 def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
     """Every script with its own recipe, and every line to type in a recipe's comment: script, options, recipe."""
-    found = {}
+    found: dict[str, tuple[Path, tuple[str, ...], str]] = {}
     for script in sorted((ROOT / "launch").glob("*.sh")):
         if own := re.search(r"^KD_RECIPE=\$\{KD_RECIPE:-(\S+)\}$", script.read_text(), re.MULTILINE):
             found[script.name] = (script, (), own[1])
@@ -159,3 +159,15 @@ def test_a_script_asks_for_the_nodes_and_gpus_of_its_recipe(name: str) -> None:
     cluster = load_recipe(ROOT / recipe, []).cluster
     wanted = asked(script, *options)
     assert (int(wanted["nodes"]), int(wanted["gpus-per-node"])) == (cluster.nodes, cluster.gpus_per_node)
+
+
+@pytest.mark.parametrize("words", ["", "capture", "convert import"])
+def test_a_job_script_run_by_hand_says_the_two_lines(words: str) -> None:
+    script = ROOT / "launch/gptoss20b_32k.sh"
+    variables = {"PATH": os.environ["PATH"], "HOME": "/none"}
+    done = subprocess.run(["bash", script, *words.split()], env=variables, capture_output=True, text=True, check=False)
+    local = f"launch/local.sh {words or 'train'} recipes/gptoss20b_32k/offline_1node.yaml"
+    wanted = (
+        f"launch: error: this is a job: sbatch {f'{script} {words}'.strip()}; on one machine without SLURM: {local}\n"
+    )
+    assert (done.returncode, done.stderr) == (2, wanted)
