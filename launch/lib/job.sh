@@ -12,7 +12,7 @@ source "$lib/wait.sh"
 source "$lib/stop.sh"
 
 start_job() {
-  [[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job: sbatch $0 ${*:-}; on one machine without SLURM: launch/local.sh"
+  [[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job: sbatch $0${*:+ $*}; on one machine without SLURM: launch/local.sh ${command/#import/convert import} $target"
   cd "$SLURM_SUBMIT_DIR"
   job_dir=${KD_LOGS:-logs}/$SLURM_JOB_NAME-$SLURM_JOB_ID
   mkdir -p "$job_dir" || die "cannot make $job_dir: submit from a folder that can be written, or set KD_LOGS"

@@ -17,6 +17,7 @@ from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.plan import Plan, plan_recipe
 from megatron_kd.planning.recomputation import Recomputation
+from megatron_kd.planning.suggest import suggest
 from megatron_kd.planning.text import describe, layout_words
 from tests.assets import ROOT
 from tests.unit.typed_commands import (
@@ -130,6 +131,11 @@ def test_planned_tables_are_the_plan_s() -> None:
         assert [memory, step] == shown(plan), words
     plan = planned("recipes/gptoss20b_32k/offline_1node.yaml")
     assert f"{plan.capture_hours:.0f} GPU-hours by the plan" in GUIDES["scaling"]
+
+
+def test_the_suggestion_for_h100_is_the_plan_s() -> None:
+    recipe = load_recipe(ROOT / "recipes/gptoss20b_32k/offline_1node.yaml", ["cluster.gpu=h100"])
+    assert " ".join(suggest(recipe)[0].overrides) in " ".join(GUIDES["scaling"].split())
 
 
 def test_the_teacher_of_gpt_oss_takes_what_the_recipe_says() -> None:

@@ -159,3 +159,15 @@ def test_a_script_asks_for_the_nodes_and_gpus_of_its_recipe(name: str) -> None:
     cluster = load_recipe(ROOT / recipe, []).cluster
     wanted = asked(script, *options)
     assert (int(wanted["nodes"]), int(wanted["gpus-per-node"])) == (cluster.nodes, cluster.gpus_per_node)
+
+
+@pytest.mark.parametrize("words", ["", "capture", "convert import"])
+def test_a_job_script_run_by_hand_says_the_two_lines(words: str) -> None:
+    script = ROOT / "launch/gptoss20b_32k.sh"
+    variables = {"PATH": os.environ["PATH"], "HOME": "/none"}
+    done = subprocess.run(["bash", script, *words.split()], env=variables, capture_output=True, text=True, check=False)
+    local = f"launch/local.sh {words or 'train'} recipes/gptoss20b_32k/offline_1node.yaml"
+    wanted = (
+        f"launch: error: this is a job: sbatch {f'{script} {words}'.strip()}; on one machine without SLURM: {local}\n"
+    )
+    assert (done.returncode, done.stderr) == (2, wanted)
