@@ -65,7 +65,7 @@ def test_two_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
 
 def test_a_command_that_keeps_nothing_ends(tmp_path: Path) -> None:
     recipe = captured_road() / "recipe.yaml"
-    process = start("prepare", recipe, f"data.samples={tmp_path}/samples")
+    process = start("prepare", str(recipe), f"data.samples={tmp_path}/samples")
     time.sleep(1.5)  # Python imports for longer
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=60)

@@ -137,7 +137,7 @@ def asked(script: Path, *options: str) -> dict[str, str]:
 
 def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
     """Every script with its own recipe, and every line to type in a recipe's comment: script, options, recipe."""
-    found = {}
+    found: dict[str, tuple[Path, tuple[str, ...], str]] = {}
     for script in sorted((ROOT / "launch").glob("*.sh")):
         if own := re.search(r"^KD_RECIPE=\$\{KD_RECIPE:-(\S+)\}$", script.read_text(), re.MULTILINE):
             found[script.name] = (script, (), own[1])
