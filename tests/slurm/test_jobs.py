@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
+import sys
 import time
 from pathlib import Path
 
@@ -106,3 +108,14 @@ def test_cancelled_it_leaves_a_good_checkpoint(cluster: Cluster, recipe: Path) -
     assert saved(run)[-1] == steps_done(run), "what was learnt was saved within KillWait"
     exported = warm("convert", "export", run, "--output", cluster.folder / "exported", "--json")
     assert f"iter_{saved(run)[-1]:07d}" in succeed(exported).stdout
+
+
+def test_doctor_meets_its_ranks_under_srun(cluster: Cluster, recipe: Path) -> None:
+    srun = ("srun", "--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0")
+    program = (sys.executable, "-m", "megatron_kd", "doctor", recipe, "--quick", "--json")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])  # the one of job 1 may be another cluster's of this machine
+    report = json.loads(cluster.run(*srun, *program, env={"MASTER_PORT": port}))
+    found = {(check["name"], check["status"]) for check in report["checks"]}
+    assert report["ok"] and report["ranks"] == 2 and report["nodes"] == ["n1", "n2"]
+    assert {("ranks", "ok"), ("links", "ok"), ("shared-paths", "ok")} <= found
