@@ -1,6 +1,7 @@
 # make setup   .venv with all dependencies        make demo   distil SmolLM2 on this machine
 # make test    ruff, mypy and every test          make lint   ruff, mypy, shellcheck and hadolint
-.PHONY: setup demo test lint format clean-demo
+# make slurm-deps   the SLURM that tests/slurm starts; without it those tests are skipped
+.PHONY: setup demo test lint format clean-demo slurm-deps
 
 BIN := .venv/bin
 
@@ -22,8 +23,11 @@ test: lint
 	@status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=5 tests/unit || status=1; \
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q --durations=15 \
-		tests/distributed tests/e2e tests/gpu || status=1; \
+		tests/distributed tests/e2e tests/slurm tests/gpu || status=1; \
 	exit $$status
+
+slurm-deps:
+	@tests/slurm/install.sh
 
 format: setup
 	$(BIN)/ruff check --fix .

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A GPT-OSS 20B student at 32,768 tokens on one node of eight GPUs, from the teacher's cache.
+# GPT-OSS 120B teaches GPT-OSS 20B at 32,768 tokens on one node of eight GPUs, from the teacher's cache.
 # sbatch launch/gptoss20b_32k.sh [COMMAND] [RECIPE] [key=value …]; launch/gptoss20b_32k.sh --help says more.
 #SBATCH --job-name=gptoss20b_32k
 #SBATCH --nodes=1
@@ -12,5 +12,10 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 KD_RECIPE=${KD_RECIPE:-recipes/gptoss20b_32k/offline_1node.yaml}
+body=${KD_ROOT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/launch/lib/job.sh
+if [[ ! -r $body ]]; then
+  echo "launch: error: no $body: submit from the root of the checkout, or set KD_ROOT to it" >&2
+  exit 2
+fi
 # shellcheck source=lib/job.sh
-source "${KD_ROOT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/launch/lib/job.sh"
+source "$body"

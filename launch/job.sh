@@ -12,5 +12,10 @@
 #SBATCH --requeue
 #SBATCH --signal=B:USR1@300
 KD_RECIPE=${KD_RECIPE:-}
+body=${KD_ROOT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/launch/lib/job.sh
+if [[ ! -r $body ]]; then
+  echo "launch: error: no $body: submit from the root of the checkout, or set KD_ROOT to it" >&2
+  exit 2
+fi
 # shellcheck source=lib/job.sh
-source "${KD_ROOT:-${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}}/launch/lib/job.sh"
+source "$body"

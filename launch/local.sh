@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # A recipe on this machine, on as many ranks as it asks for: launch/local.sh [COMMAND] RECIPE [key=value …]
 # COMMAND is train (default), capture, evaluate, prepare or convert import; --help says more.
-# Ctrl-C, SIGTERM and SIGUSR1 reach the ranks, which save and leave with status 0; the same line goes on from there.
-# (torchrun itself would die of USR1, and kill its ranks 30 seconds after the others.) A second Ctrl-C ends it at once.
+# Ctrl-C, SIGTERM and SIGUSR1 reach the ranks of train and capture, which save and leave with status 0; the same line
+# goes on from there. (torchrun itself would die of USR1, and kill its ranks 30 seconds after the others.) The other
+# commands end. A second Ctrl-C ends it at once.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/lib/say.sh"
@@ -27,22 +28,30 @@ launcher=()
 [[ $command == prepare ]] || ((ranks == 1)) ||
   launcher=(torchrun --no-python --standalone --nproc-per-node "$ranks")
 
+# shellcheck disable=SC2329 # all three by traps
 # The ranks: the children of torchrun, or the one process itself.
 rank_pids() {
   if ((${#launcher[@]})); then cat "/proc/$work/task/$work/children"; else echo "$work"; fi
 }
 
+case $command in
+  train | capture) stop=USR1 means="the ranks save and leave" ;;
+  *) stop=TERM means="$command ends" ;; # nothing to save on the way
+esac
+
 # A signal can be lost while a rank starts, so it is sent until all are gone.
+# shellcheck disable=SC2329
 ask_ranks_to_stop() {
   local pids
   while pids=$(rank_pids) && [[ -n $pids ]]; do
     # shellcheck disable=SC2086 # several
-    kill -USR1 $pids || true
+    kill "-$stop" $pids || true
     sleep 5
   done 2>/dev/null
 }
 
 asking='' interrupts=0
+# shellcheck disable=SC2329
 on_signal() {
   heard=$((heard + 1))
   [[ $1 != INT ]] || interrupts=$((interrupts + 1))
@@ -50,7 +59,7 @@ on_signal() {
     # shellcheck disable=SC2046
     kill -KILL $(rank_pids) "$work" 2>/dev/null || true
   elif [[ -z $asking ]]; then
-    say "stopping: the ranks save and leave; a second Ctrl-C ends them at once" >&2
+    say "stopping: $means; a second Ctrl-C ends them at once" >&2
     ask_ranks_to_stop &
     asking=$!
   fi

@@ -10,6 +10,7 @@ COMMAND is one of
   capture         the teacher's cache; under sbatch --array=1-N each task does its N-th part
   evaluate        the run that the recipe trained, or a run directory instead of RECIPE
   prepare         the corpus into rows of tokens, one process
+  doctor          what each node has and lacks, the links between all ranks, a self-test of the losses
   convert import  Hugging Face weights into a checkpoint, every rank its shard; --role=student for the student
 RECIPE is a YAML file; each script but job.sh has a default. key=value overrides keys of the recipe.
 Options such as --repair or --role=student go to the command.
@@ -33,7 +34,7 @@ parse_arguments() {
       usage
       exit 0
       ;;
-    train | capture | evaluate | prepare)
+    train | capture | evaluate | prepare | doctor)
       command=$1
       shift
       ;;

@@ -12,7 +12,7 @@ source "$lib/wait.sh"
 source "$lib/stop.sh"
 
 start_job() {
-  [[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job: sbatch $0 ${*:-}; on one machine without SLURM: launch/local.sh"
+  [[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job: sbatch $0${*:+ $*}; on one machine without SLURM: launch/local.sh ${command/#import/convert import} $target"
   cd "$SLURM_SUBMIT_DIR"
   job_dir=${KD_LOGS:-logs}/$SLURM_JOB_NAME-$SLURM_JOB_ID
   mkdir -p "$job_dir" || die "cannot make $job_dir: submit from a folder that can be written, or set KD_LOGS"
@@ -69,7 +69,7 @@ check_nodes() {
 
 warn_without_login() {
   [[ $command == train && ${recipe[logging.wandb.mode]} == online && -z ${WANDB_API_KEY:-} ]] || return 0
-  grep -qs "machine ${WANDB_HOST:-api.wandb.ai}" "${NETRC:-$HOME/.netrc}" ||
+  grep -qsE "machine .*(wandb|coreweave)" "${NETRC:-$HOME/.netrc}" ||
     say "warning: logging.wandb.mode is online and there is no login: the run is written offline (wandb login, then wandb sync)"
 }
 
@@ -101,6 +101,7 @@ parse_arguments "$@"
 start_job "$@"
 choose_part
 choose_environment
+listen_early
 look_around
 warn_without_login
 check_nodes

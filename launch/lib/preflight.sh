@@ -15,11 +15,12 @@ complain() {
   failed=3
 }
 
-# need KEY: a path of the recipe that must be on this node; object stores are looked at by the command itself.
+# need KEY COMMAND: a path of the recipe that must be on this node, and what makes it; object stores are looked at by
+# the command itself.
 need() {
   local path=${recipe[$1]}
   [[ -z $path || $path == *://* || -e $path ]] ||
-    complain "$1 $path is not there: copy or mount it on every node, or set $1 to where it is"
+    complain "$1 $path is not there: $2 makes it; mount it on every node, or set $1 to where it is"
 }
 
 visible_gpus() {
@@ -44,15 +45,19 @@ check_gpus() {
 }
 
 check_paths() {
-  [[ $command == prepare || $command == import ]] || need data.samples
+  [[ $command == prepare || $command == import ]] || need data.samples prepare
   case $command in
     train | evaluate)
-      need student.checkpoint
-      if [[ ${recipe[teacher.mode]} == online ]]; then need teacher.checkpoint; else need teacher.cache; fi
-      [[ -z ${recipe[student.from_teacher]} ]] || need teacher.checkpoint
+      need student.checkpoint "convert import --role=student"
+      if [[ ${recipe[teacher.mode]} == online ]]; then
+        need teacher.checkpoint "convert import"
+      else
+        need teacher.cache capture
+      fi
+      [[ -z ${recipe[student.from_teacher]} ]] || need teacher.checkpoint "convert import"
       ;;
     capture)
-      [[ ${recipe[teacher.engine]} != megatron ]] || need teacher.checkpoint
+      [[ ${recipe[teacher.engine]} != megatron ]] || need teacher.checkpoint "convert import"
       ;;
   esac
   if [[ $command == train ]] && ! mkdir -p "${recipe[run_dir]}" 2>/dev/null; then
@@ -71,7 +76,9 @@ values=$(mktemp)
 trap 'rm -f "$values"' EXIT
 print_recipe "$file" "$command" "$@" >"$values" || exit 3
 fill_recipe "$values"
-check_gpus
-check_paths
+if [[ $command != doctor ]]; then # it says all that and more
+  check_gpus
+  check_paths
+fi
 if [[ ${SLURM_NODEID:-0} == 0 ]]; then cp "$values" "$job_dir/recipe.values"; fi
 exit "$failed"

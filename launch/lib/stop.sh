@@ -20,6 +20,15 @@ on_usr1() {
   asking=$!
 }
 
+# Until the ranks run, while nodes import an image perhaps: there is nothing to save, and the job is queued again.
+listen_early() { trap 'signalled=yes' USR1; }
+
+leave_early() {
+  [[ -z $signalled ]] || case $command in
+    train | capture) requeue "SLURM asks to stop (time limit or pre-emption) before $command began" ;;
+  esac
+}
+
 # Runs the ranks. Sets code.
 run_and_listen() {
   asking=''
@@ -29,6 +38,7 @@ run_and_listen() {
     trap '' USR1 # the others keep nothing on the way, and may just get done
   fi
   trap 'heard=$((heard + 1))' TERM # scancel: SLURM tells the ranks itself, and their save is waited for
+  leave_early
   "$@" &
   wait_for $!
   [[ -z $asking ]] || kill "$asking" 2>/dev/null || true
@@ -47,12 +57,17 @@ conclude() {
     say "$command was stopped before it was done, not by SLURM's time limit: submit it again to go on"
     exit 75
   fi
+  requeue "$command is not done"
+}
+
+# requeue WHY: as often as it may; does not return.
+requeue() {
   local times=${SLURM_RESTART_COUNT:-0} most=${KD_MAX_REQUEUES:-20}
   if ((times >= most)); then
-    say "$command is not done after $times requeues: submit it again to go on, or raise KD_MAX_REQUEUES ($most)"
+    say "$1 after $times requeues: submit it again to go on, or raise KD_MAX_REQUEUES ($most)"
     exit 75
   fi
-  say "$command goes on after requeue $((times + 1)) of at most $most"
+  say "$1: it goes on after requeue $((times + 1)) of at most $most"
   if scontrol requeue "$SLURM_JOB_ID"; then
     sleep 120 # SLURM ends this shell
   fi

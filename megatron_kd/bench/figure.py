@@ -9,6 +9,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_kd.pictures import FAINT, INK, style
+
 Row = Mapping[str, Any]
 Name = tuple[str, str]
 
@@ -28,7 +30,6 @@ DASHES: dict[str, Any] = {
     "no_grad": (0, (7, 2, 1.5, 2)),
 }
 MARKERS = {"fused": "o", "dense": "s", "forward_chunked": "^", "megatron_lm_topk": "D", "liger_jsd": "P"}
-INK, FAINT = "#333333", "#DDDDDD"
 OUT_OF_MEMORY = "out of memory"
 
 
@@ -96,25 +97,15 @@ def _colour(name: Name) -> str:
     return "#" + "".join(f"{(int(colour[place : place + 2], 16) + 255) // 2:02X}" for place in (1, 3, 5))
 
 
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.set_axisbelow(True)
-
-
 def _draw_times(axes: Any, rows: Mapping[Name, Row], tokens: int) -> None:
-    _style(axes, f"Time, × three bare GEMMs ({_count(tokens)} tokens)")
+    style(axes, f"Time, × three bare GEMMs ({_count(tokens)} tokens)")
     times = [(name, row["ratio_to_floor"]) for name, row in rows.items()]
     _bars(axes, times, lambda value: f"{value:.2f}")
     axes.axvline(1.0, color=INK, linewidth=1.0, linestyle=(0, (2, 2)), zorder=3)
 
 
 def _draw_memory_bars(axes: Any, rows: Mapping[Name, Row], tokens: int) -> None:
-    _style(axes, f"Extra memory ({_count(tokens)} tokens)")
+    style(axes, f"Extra memory ({_count(tokens)} tokens)")
     _bars(axes, [(name, row["extra_bytes"]) for name, row in rows.items()], _bytes)
     axes.tick_params(axis="y", labelleft=False)
 
@@ -145,7 +136,7 @@ def _bars(axes: Any, values: Sequence[tuple[Name, float | None]], show: Any) -> 
 def _draw_memory(axes: Any, results: Sequence[Row], numbers: Sequence[int]) -> None:
     from matplotlib.ticker import FuncFormatter, NullLocator
 
-    _style(axes, "Extra memory over tokens")
+    style(axes, "Extra memory over tokens")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=4)
     axes.set_xlabel("tokens", fontsize=9, color=INK)

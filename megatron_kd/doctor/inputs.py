@@ -131,7 +131,9 @@ def _checkpoint(role: str, path: str | None, model: ModelConfig, name: str) -> C
         check_same_architecture(folder, note, model)
         check_files(folder, note.get("files", {}))
     except KDError as error:
-        return fail(check, str(error), f"megatron-kd convert import {name} --role {role}, or correct {role}.checkpoint")
+        source = "" if model.hf is not None else f" {role}.model.hf=FOLDER"
+        todo = f"megatron-kd convert import {name} --role {role}{source}, or correct {role}.checkpoint"
+        return fail(check, str(error), todo)
     return ok(check, f"{folder}: {model.name}")
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -67,6 +68,11 @@ class Meeting:
             )
         except RuntimeError as error:
             first = str(error).splitlines()[0]
+            if "EADDRINUSE" in first:
+                raise RemoteRankError(
+                    f"rank {self.rank} on {node} cannot listen at {host}:{port}: another program does; "
+                    "set MASTER_PORT to a port that is free there"
+                ) from error
             raise RemoteRankError(
                 f"rank {self.rank} on {node} cannot reach rank 0 at {host}:{port} within {timeout:.0f} s ({first}): "
                 "see whether rank 0 runs, whether MASTER_ADDR is its address, and whether a firewall stands between"
@@ -91,13 +97,18 @@ class Meeting:
         self._put(what, value)
 
     def collect(self, what: str, ranks: Iterable[int], patience: float | None = None) -> dict[int, Any]:
-        """The words of some ranks; those that say nothing in time are left out."""
+        """The words of some ranks; those that say nothing in time are left out.
+
+        Raises:
+            RemoteRankError: the store is gone.
+        """
         waiting, told = set(ranks), dict[int, Any]()
         deadline = time.monotonic() + (self.timeout if patience is None else patience)
         while waiting:
             for rank in sorted(waiting):
-                if self.store.check([f"{what}/{rank}"]):
-                    told[rank] = json.loads(self.store.get(f"{what}/{rank}"))
+                with _answering(0):
+                    if self.store.check([f"{what}/{rank}"]):
+                        told[rank] = json.loads(self.store.get(f"{what}/{rank}"))
             waiting -= set(told)
             if time.monotonic() > deadline:
                 break
@@ -152,12 +163,20 @@ class Meeting:
             raise RemoteRankError(f"{', '.join(late)} {otherwise} within {self.timeout:.0f} s")
 
     def _put(self, what: str, value: Any) -> None:
-        self.store.set(f"{what}/{self.rank}", json.dumps(value))
+        with _answering(0):
+            self.store.set(f"{what}/{self.rank}", json.dumps(value))
 
     def _get(self, what: str, rank: int, patience: float | None = None) -> Any:
         limit = timedelta(seconds=2 * self.timeout if patience is None else patience)
-        try:
+        with _answering(rank):
             self.store.wait([f"{what}/{rank}"], limit)
             return json.loads(self.store.get(f"{what}/{rank}"))
-        except RuntimeError as error:
-            raise RemoteRankError(f"rank {rank} no longer answers ({str(error).splitlines()[0]})") from error
+
+
+@contextmanager
+def _answering(rank: int) -> Iterator[None]:
+    """A store that is gone is the first rank's end; one that waits in vain, that of the rank it waits for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RemoteRankError(f"rank {rank} no longer answers ({str(error).splitlines()[0]})") from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 from megatron_kd.config import ModelConfig, Recipe
@@ -47,8 +49,14 @@ def cache_bytes(recipe: Recipe, samples: SampleSet | None) -> int:
 
 
 def nearest_folder(path: str | Path) -> Path:
-    """The path itself, or the deepest folder above it that exists."""
+    """The path itself, or the deepest folder above it that exists.
+
+    Raises:
+        NotADirectoryError: a file lies there, or on the way.
+    """
     place = Path(path).absolute()
     while not place.is_dir():
+        if os.path.lexists(place):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
         place = place.parent
     return place

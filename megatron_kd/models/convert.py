@@ -80,7 +80,9 @@ def import_model(
     if there is not None:
         return there
     if model.hf is None:
-        raise ConfigError(f"{role}.model.hf is not set: name a folder of safetensors or a GGUF file to import from")
+        raise ConfigError(
+            f"{role}.model.hf is not set: add {role}.model.hf=FOLDER, of safetensors, or a GGUF file to import from"
+        )
     show = show_progress and dist.get_rank() == 0
     with fail_together(f"reading {model.hf}"):
         source = resolve_source(model.hf)
@@ -193,5 +195,8 @@ def tokenizer_source(recipe: Recipe) -> Path:
         if imported.is_dir():
             return imported
     if recipe.teacher.model.hf is None:
-        raise ConfigError("no tokenizer: set data.tokenizer to a Hugging Face folder or a GGUF file")
+        raise ConfigError(
+            "no tokenizer: import the teacher first (convert import), or set data.tokenizer to a Hugging Face folder "
+            "or a GGUF file"
+        )
     return resolve_source(recipe.teacher.model.hf)

@@ -72,7 +72,9 @@ def resolve_source(source: str) -> Path:
     else:
         path = Path(source)
     if not path.exists():
-        raise ConfigError(f"model.hf names {str(path)!r}, which does not exist")
+        raise ConfigError(
+            f"model.hf names {str(path)!r}, which does not exist: correct the path, or fetch the weights into it"
+        )
     return path
 
 

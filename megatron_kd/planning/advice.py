@@ -27,8 +27,10 @@ def _changes(recipe: Recipe) -> Iterator[Recipe]:
     elif recipe.cluster.gpu != "cpu" and (recipe.loss.chunk_mib or 1536) > 512:
         yield _with(recipe, "loss", chunk_mib=512.0)
     if recipe.teacher.mode == "online":
-        # Only to see what it would spare: offline needs a cache as well.
-        yield _with(recipe, "teacher", mode="offline", targets="top_k")
+        # Without a cache yet, CACHE stands for the folder of the one that is to be captured.
+        yield _with(recipe, "teacher", mode="offline", targets="top_k", cache=recipe.teacher.cache or "CACHE")
+    if recipe.training.micro_batch_size > 1:
+        yield _with(recipe, "training", micro_batch_size=1)
     if recipe.training.recompute_granularity != "full":
         yield _with(
             recipe,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_kd.config import Recipe
+from megatron_kd.pictures import FAINT, INK, style
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.memory import PARTS, Memory, plan_memory
 
@@ -20,7 +21,6 @@ COLOURS = {
     "teacher": "#CC79A7",
     "reserve": "#BBBBBB",
 }
-INK, FAINT = "#333333", "#DDDDDD"
 IMPLEMENTATIONS = ("dense", "forward_chunked", "fused")
 
 
@@ -52,7 +52,7 @@ def memory_figure(plans: Sequence[tuple[str, Memory]]) -> Any:
     figure = Figure(figsize=(10.0, 1.9 + 0.62 * len(plans)), dpi=150, layout=engine)
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    _style(axes, "Memory of the fullest GPU (GiB)")
+    style(axes, "Memory of the fullest GPU (GiB)")
     limit = plans[0][1].limit / GIB
     most = max(memory.total for _, memory in plans) / GIB
     right = 1.22 * (max(most, limit) if limit < float("inf") else most)
@@ -104,13 +104,3 @@ def memory_figure(plans: Sequence[tuple[str, Memory]]) -> Any:
     axes.tick_params(axis="y", length=0)
     figure.legend(loc="outside lower center", ncols=len(drawn), fontsize=9, frameon=False, labelcolor=INK)
     return figure
-
-
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.set_axisbelow(True)

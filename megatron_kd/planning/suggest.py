@@ -130,9 +130,15 @@ _KEYS = {
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",
     ),
-    "training": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    "training": (
+        "micro_batch_size",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+    ),
     "loss": ("implementation", "chunk_mib"),
-    "teacher": ("mode",),
+    "teacher": ("mode", "targets", "cache"),
 }
 
 

@@ -104,13 +104,18 @@ def _mfu(plan: Plan) -> str:
 
 def _storage(plan: Plan) -> list[str]:
     cache = plan.cache
-    rate = cache.bytes_per_token * plan.step.tokens_per_s
+    rate = _shown(cache.bytes_per_token * plan.step.tokens_per_s / 1e6)
     return [
-        f"cache: {cache.bytes / 1e9:,.1f} GB for {cache.tokens:,} tokens at {cache.bytes_per_token:.0f} bytes; "
-        f"{'read' if plan.recipe.teacher.mode == 'offline' else 'offline it would be read'} at {rate / 1e6:,.1f} MB/s",
-        f"{_rank(plan)}-hours: {plan.train_hours:,.1f} for {plan.recipe.training.train_iters:,} steps, "
-        f"{plan.capture_hours:,.1f} for capturing those tokens once",
+        f"cache: {_shown(cache.bytes / 1e9)} GB for {cache.tokens:,} tokens at {cache.bytes_per_token:.0f} bytes; "
+        f"{'read' if plan.recipe.teacher.mode == 'offline' else 'offline it would be read'} at {rate} MB/s",
+        f"{_rank(plan)}-hours: {_shown(plan.train_hours)} for {plan.recipe.training.train_iters:,} steps, "
+        f"{_shown(plan.capture_hours)} for capturing those tokens once",
     ]
+
+
+def _shown(number: float) -> str:
+    """One digit behind the point, of small numbers one that is not 0."""
+    return f"{number:,.1f}" if number >= 0.1 else f"{number:.1g}"
 
 
 def describe_suggestions(suggestions: Sequence[Suggestion]) -> str:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from megatron_kd.pictures import FAINT, INK, style
 from megatron_kd.report.curves import heldout_curve, training_curve
 from megatron_kd.report.palette import COLOURS
 from megatron_kd.report.runs import RunRecord
@@ -24,7 +25,6 @@ from megatron_kd.report.text import short_count
 DASHES: tuple[Any, ...] = ("solid", (0, (5, 2)), (0, (1.5, 1.5)), (0, (7, 2, 1.5, 2)))
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 WIDTH = 12.0
-INK, FAINT = "#333333", "#DDDDDD"
 
 
 def draw_comparison(runs: Sequence[RunRecord], summaries: Sequence[RunSummary], target: Target) -> bytes:
@@ -72,18 +72,8 @@ def comparison_figure(runs: Sequence[RunRecord], summaries: Sequence[RunSummary]
     return figure
 
 
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.set_axisbelow(True)
-
-
 def _draw_curves(axes: Any, runs: Sequence[RunRecord], names: Sequence[str], over: str, x_label: str) -> None:
-    _style(axes, f"Divergence over {'tokens' if over == 'tokens' else x_label.partition(' ')[0]}")
+    style(axes, f"Divergence over {'tokens' if over == 'tokens' else x_label.partition(' ')[0]}")
     axes.set_xlabel(x_label, fontsize=9, color=INK)
     axes.set_ylabel("KD loss (per token)", fontsize=9, color=INK)
     axes.grid(axis="y", color=FAINT, linewidth=0.8)
@@ -135,7 +125,7 @@ def _draw_bars(
     with_names: bool = True,
     missing: str = "not recorded",
 ) -> None:
-    _style(axes, title)
+    style(axes, title)
     axes.set_yticks(range(len(names)), names if with_names else [""] * len(names))
     margin = 0.6 if len(names) > 1 else 1.1  # a bar alone must not fill its panel
     axes.set_ylim(len(names) - 1 + margin, -margin)  # first run on top
@@ -176,7 +166,12 @@ def memory_title(runs: Sequence[RunRecord]) -> str:
 
 
 def _wrapped(label: str) -> str:
-    """Broken into lines of at most 30 characters, after a comma where there is one, else after a slash, _ or -."""
+    """Broken into at most three lines of 30 characters, after a comma where there is one, else after a slash, _ or -.
+
+    Of what is longer the beginning and the end, which tell runs apart.
+    """
+    if len(label) > 75:
+        label = f"{label[:40]}… {label[-33:]}"
     lines = [""]
     for part in re.findall(r".*?, |.+", label):
         pieces = [part] if len(part) <= 30 else re.findall(r"[^/_ -]{1,30}[/_ -]?|[/_ -]", part)
@@ -184,7 +179,8 @@ def _wrapped(label: str) -> str:
             if len((lines[-1] + piece).rstrip()) > 30:
                 lines.append("")
             lines[-1] += piece
-    return "\n".join(line.rstrip() for line in lines if line)
+    lines = [line.rstrip() for line in lines if line]
+    return "\n".join(lines if len(lines) <= 3 else [*lines[:2], f"…{lines[-1][-29:]}"])
 
 
 def _line_length(text: str) -> int:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -24,6 +25,8 @@ def _heldout(run: RunSummary) -> str:
     return _change(run.heldout_kd_before, run.heldout_kd_after, figure) + factor
 
 
+COLUMN = 16
+"""Characters that a column has at least, where the terminal has them."""
 Row = tuple[str, Callable[[RunSummary], str]]
 ROWS: tuple[Row, ...] = (
     ("run directory", lambda run: run.directory),
@@ -71,15 +74,12 @@ def comparison_table(
         differences: a dotted key of the recipe and its value in each run.
         notes: what was missing or unreadable, and what must not be compared.
     """
-    table = _table("Comparison of runs", "", runs)
-    for title, show in rows(runs, target, hours_name):
-        table.add_row(title, *(Text(show(run)) for run in runs))
-    parts: list[RenderableType] = [table]
+    named = [run.label for run in runs]
+    figures = [(title, [show(run) for run in runs]) for title, show in rows(runs, target, hours_name)]
+    parts: list[RenderableType] = [_Columns("Comparison of runs", "", named, figures)]
     if differences:
-        settings = _table("Settings that differ", "key", runs)
-        for key, values in differences:
-            settings.add_row(key, *(Text(DASH if value is None else str(value)) for value in values))
-        parts.append(settings)
+        settings = [(key, [DASH if value is None else str(value) for value in values]) for key, values in differences]
+        parts.append(_Columns("Settings that differ", "key", named, settings))
     elif len(runs) > 1:
         parts.append(Text("The recipes are equal."))
     if target.value is not None:
@@ -88,9 +88,29 @@ def comparison_table(
     return Group(*parts)
 
 
-def _table(title: str, first_column: str, runs: Sequence[RunSummary]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first_column, no_wrap=True)
-    for run in runs:
-        table.add_column(Text(run.label), overflow="fold")
-    return table
+@dataclass(frozen=True)
+class _Columns:
+    """One column a run; as many beside each other as the terminal has room for, the others in tables below."""
+
+    title: str
+    first_column: str
+    labels: Sequence[str]
+    lines: Sequence[tuple[str, Sequence[str]]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        room = options.max_width - max(len(name) for name, _ in self.lines)
+        beside = max(1, room // COLUMN)
+        for start in range(0, len(self.labels), beside):
+            yield self._table(slice(start, start + beside), whole=beside >= len(self.labels))
+
+    def _table(self, shown: slice, whole: bool) -> Table:
+        labels = self.labels[shown]
+        numbers = f"{shown.start + 1} to {shown.start + len(labels)} of {len(self.labels)}"
+        title = self.title if whole else f"{self.title}, {numbers}"
+        table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(self.first_column, no_wrap=True)
+        for label in labels:
+            table.add_column(Text(label), overflow="fold")
+        for name, cells in self.lines:
+            table.add_row(name, *map(Text, cells[shown]))
+        return table

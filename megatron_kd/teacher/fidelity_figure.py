@@ -9,6 +9,8 @@ import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_kd.pictures import FAINT, INK, style
+
 # Okabe and Ito's palette, told apart with every common colour vision; markers repeat the distinction.
 COLOURS = {
     "bucket": "#0072B2",
@@ -23,7 +25,6 @@ MARKERS = {
     "renormalize_both": "D",
 }
 DASHES: dict[str, Any] = {"float32": "solid", "float16": (0, (5, 2)), "bfloat16": (0, (1.5, 1.5))}
-INK, FAINT = "#333333", "#DDDDDD"
 
 
 def draw_fidelity(found: Mapping[str, Any]) -> bytes:
@@ -59,7 +60,8 @@ def fidelity_figure(found: Mapping[str, Any]) -> Any:
 
 def _draw(axes: Any, found: Mapping[str, Any], key: str, title: str, curves: Sequence[tuple[str, str]]) -> None:
     """One panel with the curves of some (tail, value dtype), a legend below it."""
-    _style(axes, title)
+    style(axes, title)
+    axes.grid(color=FAINT, linewidth=0.8)
     for tail, dtype in curves:
         points = [
             (row["top_k"], row[key])
@@ -82,14 +84,3 @@ def _draw(axes: Any, found: Mapping[str, Any], key: str, title: str, curves: Seq
     axes.set_yscale("log")
     axes.set_xlabel(f"K (dashed: {found['top_k']}, the recipe's)", fontsize=9, color=INK)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2, fontsize=8, frameon=False, labelcolor=INK)
-
-
-def _style(axes: Any, title: str) -> None:
-    axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color("#999999")
-    axes.tick_params(colors=INK, labelsize=9)
-    axes.grid(color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_kd.doctor.check import NoAnswerError, within
 from megatron_kd.doctor.roll_call import Meeting
@@ -70,3 +71,21 @@ def test_ranks_that_stay_behind_are_named() -> None:
         assert seen["late"] == "rank 2 on n1 did not come to the third within 2 s"
         assert TIMEOUT <= seen["waited"] < 3 * TIMEOUT
         assert seen["stuck"] == ["rank 2 on n1"]
+
+
+def test_a_port_in_use_and_a_store_that_goes_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+            monkeypatch.setenv(name, str(value))
+        with pytest.raises(RemoteRankError, match=f"n1 cannot listen at 127.0.0.1:{port}: another program does"):
+            Meeting("n1", TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("MASTER_PORT", str(store.port))
+    meeting = Meeting("n2", TIMEOUT)
+    del store  # its server ends with it
+    with pytest.raises(RemoteRankError, match="rank 0 no longer answers"):
+        meeting.call_roll()
+    with pytest.raises(RemoteRankError, match="rank 0 no longer answers"):
+        meeting.tell("word", 1)

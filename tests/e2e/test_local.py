@@ -19,7 +19,7 @@ LOCAL = ROOT / "launch/local.sh"
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
     """The script in a session of its own, as a terminal starts it."""
     return subprocess.Popen(
-        ["bash", LOCAL, *map(str, arguments)],
+        ["bash", LOCAL, *arguments],
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
@@ -29,7 +29,7 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     )
 
 
-def refused(*arguments: str | Path) -> str:
+def refused(*arguments: str) -> str:
     """Its one line of error."""
     process = start(*arguments)
     printed, said = process.communicate(timeout=60)
@@ -40,7 +40,7 @@ def refused(*arguments: str | Path) -> str:
 
 def test_two_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
     recipe, run = captured_road() / "recipe.yaml", tmp_path / "run"
-    words: list[str | Path] = [recipe, f"run_dir={run}", "cluster.gpus_per_node=2", "training.train_iters=100000"]
+    words = [str(recipe), f"run_dir={run}", "cluster.gpus_per_node=2", "training.train_iters=100000"]
     process = start("train", *words)
     deadline = time.monotonic() + 120
     while not (run / "metrics.jsonl").exists() or len((run / "metrics.jsonl").read_text().splitlines()) < 4:
@@ -61,6 +61,16 @@ def test_two_ranks_stop_together_and_go_on(tmp_path: Path) -> None:
     again = start(*words[:3], f"training.train_iters={done + 1}", "optimizer.lr_decay_iters=100000")
     printed, said = again.communicate(timeout=120)
     assert again.returncode == 0 and f"iteration {done + 1}, finished" in printed, said
+
+
+def test_a_command_that_keeps_nothing_ends(tmp_path: Path) -> None:
+    recipe = captured_road() / "recipe.yaml"
+    process = start("prepare", str(recipe), f"data.samples={tmp_path}/samples")
+    time.sleep(1.5)  # Python imports for longer
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode in (143, -signal.SIGTERM), said
+    assert not (tmp_path / "samples").exists()
 
 
 @pytest.mark.parametrize(

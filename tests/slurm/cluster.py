@@ -82,7 +82,7 @@ class Job:
 
 
 class Cluster:
-    """Two nodes, each with eight GPUs that are none; jobs start in ``folder``."""
+    """Two nodes and a spare that is down, each with eight GPUs that are none; jobs start in ``folder``."""
 
     def __init__(self, home: Path, folder: Path) -> None:
         self.home, self.folder = home, folder

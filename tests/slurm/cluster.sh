@@ -43,12 +43,14 @@ GresTypes=gpu
 CONF
   : >"$folder/gres.conf"
   for ((n = 0; n < gpus; n++)); do mknod "$folder/dev/nvidia$n" c 1 3; done # copies of /dev/null
-  for ((n = 1; n <= nodes; n++)); do
-    echo "NodeName=n$n NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + n)) CPUs=32 RealMemory=64000 Gres=gpu:$gpus" \
-      >>"$SLURM_CONF"
+  for ((n = 1; n <= nodes + 1; n++)); do
+    local state=UNKNOWN
+    ((n <= nodes)) || state=DOWN # the spare, until its daemon is started
+    echo "NodeName=n$n NodeHostname=$host NodeAddr=127.0.0.1 Port=$((port + n)) CPUs=32 RealMemory=512000" \
+      "Gres=gpu:$gpus State=$state" >>"$SLURM_CONF"
     echo "NodeName=n$n Name=gpu File=$folder/dev/nvidia[0-$((gpus - 1))] Flags=nvidia_gpu_env" >>"$folder/gres.conf"
   done
-  echo "PartitionName=main Nodes=n[1-$nodes] Default=YES MaxTime=INFINITE State=UP" >>"$SLURM_CONF"
+  echo "PartitionName=main Nodes=n[1-$((nodes + 1))] Default=YES MaxTime=INFINITE State=UP" >>"$SLURM_CONF"
 }
 
 start() {

@@ -99,6 +99,6 @@ def test_no_recipe(cluster: Cluster, recipe: Path) -> None:
 
 def test_slurm_itself_refuses_what_never_fits(cluster: Cluster, recipe: Path) -> None:
     with pytest.raises(AssertionError, match="Node count specification invalid"):
-        cluster.submit("job.sh", recipe, options=("--nodes=3",))
+        cluster.submit("job.sh", recipe, options=("--nodes=4",))
     with pytest.raises(AssertionError, match="Requested node configuration is not available"):
         cluster.submit("job.sh", recipe, options=("--nodes=2", "--gpus-per-node=9"))

@@ -155,6 +155,9 @@ def test_disks(tmp_path: Path) -> None:
     assert full.status == "fail" and "checkpoints up to 1073741824.00 GiB" in full.found and full.todo
     assert list(tmp_path.iterdir()) == []
     assert nearest_folder(tmp_path / "a" / "b") == tmp_path
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError, match=f"{tmp_path}/file"):
+        nearest_folder(tmp_path / "file" / "run")
 
 
 def test_a_disk_that_loses_what_was_written_is_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

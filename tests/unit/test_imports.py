@@ -28,7 +28,7 @@ ORDER = [
     "device",
 ]
 """From the top down: a room may import those that stand behind it."""
-GROUND = {"console", "daemons", "errors", "files", "progress", "status", "testing", "versions"}
+GROUND = {"console", "daemons", "errors", "files", "pictures", "progress", "status", "testing", "versions"}
 """Below all rooms; they import nothing of the package but each other."""
 FORBIDDEN = {
     "config": ["torch", "megatron", "transformers", "numpy", "megatron_kd.testing"],

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_kd.config import Recipe, load_model, load_recipe
 from megatron_kd.models.flops import forward_flops_per_token
+from megatron_kd.planning.advice import remedies
 from megatron_kd.planning.efficiency import GIB
 from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.memory import model_weights, moments, plan_memory
@@ -165,6 +166,23 @@ def test_a_recipe_that_does_not_fit_says_what_would() -> None:
     over = (plan.memory.total - plan.memory.limit) / GIB
     assert f"does NOT fit, {over:.1f} too much" in text
     assert "largest part: loss workspace" in text and "with loss.implementation=fused" in text
+
+
+def test_what_would_help_can_be_typed(tmp_path: Path) -> None:
+    from megatron_kd.config import dump_recipe
+
+    recipe = recipe_of(
+        loss={"implementation": "dense"},
+        teacher={"mode": "online", "cache": None, "checkpoint": "teacher", "targets": None},
+        training={"micro_batch_size": 2},
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_recipe(recipe))
+    found = dict(remedies(recipe))
+    helped = {words.split("=")[0] for words in found}
+    assert {"teacher.mode", "training.micro_batch_size", "loss.implementation"} < helped
+    for words, plan in found.items():
+        assert plan_recipe(load_recipe(path, words.split())).to_dict() == plan.to_dict(), words
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,19 @@ def test_interrupted_and_resumed_metrics(tmp_path: Path) -> None:
     json.dumps(compare([run], tmp_path / "out").to_json(), allow_nan=False)
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_many_runs_on_a_narrow_terminal_stand_below_each_other(tmp_path: Path, width: int) -> None:
+    runs = [write_run(tmp_path / f"run_{n}", f"training.train_iters={70 + n}") for n in range(7)]
+    found = compare(runs, tmp_path / "out")
+    lines = printed(found, width).splitlines()
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert "Comparison of runs, 1 to" in text and "of 7" in text and "Settings that differ, 1 to" in text
+    # No cell is broken into letters: each step time stands whole in its own column.
+    assert sum(line.count("3.50 s") for line in lines if line.startswith(" step time")) == len(runs)
+    assert "Comparison of runs, 1" not in printed(found, 400)
+
+
 def test_half_empty_runs_get_dashes_and_notes(tmp_path: Path) -> None:
     full = write_run(tmp_path / "full")
     fresh = tmp_path / "fresh"
@@ -179,7 +192,7 @@ def test_no_texts_overlap_in_the_picture(tmp_path: Path, count: int) -> None:
             tmp_path / f"run_{index}",
             f"seed={index}",
             f"optimizer.lr={1e-3 * (index + 1)}",
-            f"name=smollm2_135m_10layers_240_offline_1node_cpu_variant_{index}",
+            f"name=smollm2_135m_10layers_240_offline_1node_cpu{'_' + 'x' * 150 if index == 1 else ''}_variant_{index}",
             kd=tuple(8.0 - 0.01 * step - index for step in range(100)),
         )
         for index in range(count)

@@ -96,9 +96,11 @@ def test_damaged_files(files: list[Path], tmp_path: Path) -> None:
     """Half a file is what a killed run leaves: read up to there, with a note; none at all is an error."""
     log = next(files[0].glob("*.wandb"))
     data = log.read_bytes()
-    log.write_bytes(data[: len(data) * 2 // 3])
-    (source,) = find_runs([files[0]])
-    record = source.read()
+    for tenths in range(9, 0, -1):  # what else stands in the file, and so where its steps do, differs from run to run
+        log.write_bytes(data[: len(data) * tenths // 10])
+        record = find_runs([files[0]])[0].read()
+        if len(record.metrics) < 4:
+            break
     assert 0 < len(record.metrics) < 4 and record.setting("loss.implementation") == "fused"
     assert any("incomplete" in note for note in record.notes)
     for content in (b"", b"no log of wandb\n"):
