@@ -9,13 +9,12 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from megatron_kd.cache.verify import verify
 from megatron_kd.cache.writer import orphans
@@ -101,10 +100,10 @@ def _split_rank(rank: int, world: int, recipe: Path) -> None:
     cache = recipe.parent / "cache_split"
     exact = MegatronTeacher.top_k_of
 
-    def runs_out_of_memory(self: MegatronTeacher, tokens: Sequence[torch.Tensor]) -> Any:
+    def runs_out_of_memory(self: MegatronTeacher, *arguments: Any) -> Any:
         if len(list(cache.glob("commits/*.json"))) >= COMMITS:
             raise MemoryError("no more of it")
-        return exact(self, tokens)
+        return exact(self, *arguments)
 
     if rank == BAD_RANK:
         MegatronTeacher.top_k_of = runs_out_of_memory  # type: ignore[assignment, method-assign]
