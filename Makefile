@@ -18,12 +18,12 @@ lint: setup
 	$(BIN)/shellcheck --check-sourced launch/*.sh launch/lib/preflight.sh launch/lib/rank.sh tests/slurm/*.sh .ci/run
 	$(BIN)/hadolint Dockerfile Dockerfile.cpu
 
-# Unit tests are one process each and run two at a time; the others start ranks of their own.
+# Two at a time: unit tests one by one, the others, which start ranks, commands and clusters, file by file.
 test: lint
 	@status=0; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --durations=5 tests/unit || status=1; \
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-2} $(BIN)/python -m pytest -q --durations=15 \
-		tests/distributed tests/e2e tests/slurm tests/gpu || status=1; \
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --durations=40 \
+		tests/slurm tests/distributed tests/e2e tests/gpu || status=1; \
 	exit $$status
 
 slurm-deps:

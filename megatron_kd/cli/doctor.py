@@ -24,7 +24,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(min=1, help="Seconds to wait for another rank.")] = 60.0,
     json_: Json = False,
 ) -> None:
-    """Check this environment, and whether train RECIPE can start in it.
+    """Check this environment, and what a recipe needs.
 
     Versions, GPUs, disks, limits, tokenizer, samples, cache and checkpoints, and the losses against a dense one in
     float64. Under torchrun or srun every node is checked, the links between the ranks, and the losses over them.
