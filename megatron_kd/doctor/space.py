@@ -6,8 +6,9 @@ import errno
 import os
 from pathlib import Path
 
-from megatron_kd.config import ModelConfig, Recipe
+from megatron_kd.config import Recipe
 from megatron_kd.data.samples import SampleSet
+from megatron_kd.planning.parameters import whole_model
 
 _ADAM_BYTES = {"fp32": 16, "bf16": 14}
 """A parameter in a training checkpoint: the weight, the float32 master and the two moments of Adam."""
@@ -17,23 +18,13 @@ _ID_BYTES = 2
 _TOKEN_BYTES = 16
 
 
-def parameters(model: ModelConfig) -> int:
-    """Parameters of a model from its sizes, without biases and norms: within two percent."""
-    width, heads = model.hidden_size, model.num_attention_heads * model.kv_channels
-    attention = 2 * width * heads + 2 * width * model.num_query_groups * model.kv_channels
-    feed_forward = 3 * width * model.ffn_hidden_size * (model.num_moe_experts or 1)
-    router = width * (model.num_moe_experts or 0)
-    embeddings = width * model.vocab_size * (2 if model.untie_embeddings_and_output_weights else 1)
-    return embeddings + model.num_layers * (attention + feed_forward + router)
-
-
 def checkpoint_bytes(recipe: Recipe) -> int:
     """Bytes of the checkpoints that a run has on disk at most: those it keeps, and the one being written."""
     saves = 1
     if recipe.checkpoint.save_interval is not None:
         saves = -(-recipe.training.train_iters // recipe.checkpoint.save_interval)
     kept = min(recipe.checkpoint.keep + 1, saves)
-    return kept * parameters(recipe.student.model) * _ADAM_BYTES[recipe.training.precision]
+    return kept * whole_model(recipe.student.model) * _ADAM_BYTES[recipe.training.precision]
 
 
 def cache_bytes(recipe: Recipe, samples: SampleSet | None) -> int:
