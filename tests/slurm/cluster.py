@@ -143,7 +143,3 @@ class Cluster:
             if ours and any(v.startswith(f"SLURMD_NODENAME={node}".encode()) for v in variables):
                 pids += [int(folder.name)] if any(v.startswith(b"RANK=") for v in variables) else []
         return pids
-
-    def nodes(self, state: str) -> int:
-        """How many nodes are in a state."""
-        return len(self.run("sinfo", "--noheader", "--Node", f"--states={state}").split("\n")) - 1
