@@ -34,4 +34,4 @@ class Saver:
     def is_due(self) -> bool:
         """Whether this iteration ends an interval of ``checkpoint.save_interval``."""
         every = self._session.recipe.checkpoint.save_interval
-        return bool(every) and self._student.iteration % every == 0
+        return every is not None and self._student.iteration % every == 0
