@@ -18,6 +18,7 @@ from megatron_kd.losses.chunks import Head
 from megatron_kd.losses.collectives import enter_sharded
 from megatron_kd.losses.fused import versioned
 from megatron_kd.losses.geometry import RowPlan, plan_geometry
+from megatron_kd.losses.head_product import HeadProduct
 from megatron_kd.losses.kernels import FIGURES, KD, RowBatch, RowKernel, VocabRange
 from megatron_kd.losses.output import DivergenceOutput
 from megatron_kd.losses.rows import ChunkRows, Logits, chunk_gradient, output, per_token_loss
@@ -39,14 +40,14 @@ def run_forward_chunked(
     figures = torch.zeros(FIGURES, arguments.tokens, device=hidden.device, dtype=arguments.dtype)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        head = _widened(weight, arguments)
+        head = HeadProduct(weight[: arguments.vocab_rows], arguments.dtype)
         teacher_head = teacher_parts = None
         parts = _flat(hidden).split(step)
         if teacher is not None:
-            teacher_head = _widened(teacher.weight, arguments).detach()
+            teacher_head = HeadProduct(teacher.weight.detach()[: arguments.vocab_rows], arguments.dtype)
             teacher_parts = _flat(teacher.hidden.detach()).split(step)
         # Connects the loss to its inputs even when there is no token.
-        total = (head[:0].sum() + parts[0][:0].sum()).to(arguments.dtype)
+        total = (head.head[:0].sum() + parts[0][:0].sum()).to(arguments.dtype)
         for number, part in enumerate(parts):
             columns = slice(number * step, number * step + part.shape[0])
             if columns.start == columns.stop:
@@ -67,14 +68,8 @@ def _flat(hidden: Tensor) -> Tensor:
     return hidden.reshape(-1, hidden.shape[-1])
 
 
-def _widened(weight: Tensor, arguments: LossArguments) -> Tensor:
-    """[V, D] in the dtype of the arithmetic, so that autograd sums dW over the chunks in that dtype."""
-    return weight[: arguments.vocab_rows].to(arguments.dtype)
-
-
-def _project(rows: Tensor, head: Tensor, arguments: LossArguments) -> Tensor:
-    gathered = enter_sharded(rows, arguments.tp, arguments.sequence_parallel)
-    return torch.nn.functional.linear(gathered.to(arguments.dtype), head)
+def _project(rows: Tensor, head: HeadProduct, arguments: LossArguments) -> Tensor:
+    return head(enter_sharded(rows, arguments.tp, arguments.sequence_parallel))
 
 
 class _ChunkLoss(torch.autograd.Function):

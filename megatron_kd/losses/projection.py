@@ -29,7 +29,7 @@ class Projection:
         self.head = weight.detach()[rows]
         self.dtype = dtype
 
-    def _native(self, hidden: Tensor) -> bool:
+    def native(self, hidden: Tensor) -> bool:
         """Whether the GEMM takes 16-bit inputs and writes float32."""
         return hidden.is_cuda and hidden.dtype == self.head.dtype and self.head.dtype in (torch.bfloat16, torch.float16)
 
@@ -41,7 +41,7 @@ class Projection:
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
         """Writes h [c, D]·Wᵀ into ``out`` [c, V]."""
-        if self._native(hidden):
+        if self.native(hidden):
             torch.mm(hidden, self.head.t(), out_dtype=self.dtype, out=out)
             return
         hidden = hidden.to(self.dtype)
@@ -50,7 +50,7 @@ class Projection:
 
     def narrow(self, dz: Tensor, hidden: Tensor) -> Tensor:
         """dz as the two gradient GEMMs take it: rounded to the 16 bits of the head on a GPU, else itself."""
-        return dz.to(self.head.dtype) if self._native(hidden) else dz
+        return dz.to(self.head.dtype) if self.native(hidden) else dz
 
     def hidden_gradient(self, dz: Tensor, hidden: Tensor, accumulator: Tensor | None = None) -> Tensor:
         """dz [c, V] (from ``narrow``)·W → [c, D] in the dtype of the arithmetic, added to ``accumulator`` if given.
@@ -58,7 +58,7 @@ class Projection:
         On a GPU with 16-bit inputs and without an accumulator it is rounded as the GEMM writes it: that is the dtype
         in which it is reduced over ranks.
         """
-        if self._native(hidden):
+        if self.native(hidden):
             if accumulator is None:
                 return torch.mm(dz, self.head)
             return torch.addmm(accumulator, dz, self.head, out_dtype=torch.float32, out=accumulator)
@@ -77,9 +77,9 @@ class Projection:
         to it in float32 and rounds the sum once.
         """
         beta = 0 if first else 1
-        if self._native(hidden) and accumulator.dtype == self.dtype:
+        if self.native(hidden) and accumulator.dtype == self.dtype:
             torch.addmm(accumulator, dz.t(), hidden, out_dtype=self.dtype, beta=beta, out=accumulator)
-        elif self._native(hidden):
+        elif self.native(hidden):
             torch.addmm(accumulator, dz.t(), hidden, beta=beta, out=accumulator)
         elif accumulator.dtype == self.dtype:
             torch.addmm(accumulator, dz.t(), hidden.to(self.dtype), beta=beta, out=accumulator)

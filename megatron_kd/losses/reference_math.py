@@ -10,17 +10,17 @@ import math
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from megatron_kd.losses.arguments import LossArguments
 from megatron_kd.losses.collectives import TensorParallelGroup, differentiable_sum
 from megatron_kd.losses.divergences import Divergence
+from megatron_kd.losses.head_product import HeadProduct
 from megatron_kd.losses.logits import finite_or_zero, owned_columns, row_max
 
 
 def project(hidden: Tensor, weight: Tensor, arguments: LossArguments, softcap: float | None) -> Tensor:
     """hidden [n, D], weight [Vl, D] → y [n, V], the logits before the temperature, in the dtype of the arithmetic."""
-    x = linear(hidden.to(arguments.dtype), weight[: arguments.vocab_rows].to(arguments.dtype))
+    x = HeadProduct(weight[: arguments.vocab_rows], arguments.dtype)(hidden)
     return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 

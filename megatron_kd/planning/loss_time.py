@@ -28,11 +28,7 @@ class LossTime:
 
 
 def loss_time(shape: LossShape, implementation: str, mode: str, workspace: LossWorkspace, gpu: GPU) -> LossTime:
-    """The loss on a rank of the last stage.
-
-    The references multiply in float32, which torch does outside tensor cores: fused has 16-bit products with float32
-    output.
-    """
+    """The loss on a rank of the last stage."""
     student = 2.0 * shape.tokens * shape.hidden * shape.shard
     teacher = 2.0 * shape.tokens * (shape.teacher_hidden or 0) * shape.shard
     logits = shape.tokens * shape.computed * (1 + shape.full)
@@ -40,12 +36,12 @@ def loss_time(shape: LossShape, implementation: str, mode: str, workspace: LossW
         flops = PROJECTIONS[mode] * student + (2 if mode == "recompute" else 1) * teacher
         chunks = max(shape.tokens / max(workspace.chunk, 1), 1)
         moved = FUSED_BYTES * logits + 8 * shape.rows * shape.hidden * chunks
-        rate = efficiency.LOSS_GEMM * gpu.peak_flops
     else:
         flops = 3 * student + teacher
         moved = REFERENCE_BYTES[implementation] * logits
-        rate = efficiency.DENSE_GEMM * gpu.float32_flops
-    seconds = flops / rate + moved / (efficiency.MEMORY_BANDWIDTH * gpu.memory_bandwidth)
+    seconds = flops / (efficiency.LOSS_GEMM * gpu.peak_flops) + moved / (
+        efficiency.MEMORY_BANDWIDTH * gpu.memory_bandwidth
+    )
     if shape.tp > 1:
         # Hidden rows gathered and dH scattered (or summed).
         sent = 2 * shape.tokens * shape.hidden * shape.itemsize * (shape.tp - 1) / shape.tp

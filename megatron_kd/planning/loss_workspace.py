@@ -197,9 +197,11 @@ def _forward_chunked(shape: LossShape, budget: int) -> LossWorkspace:
     widened = _widened(shape, shape.hidden)
     forward = logits + copies + widened + _widened(shape, shape.teacher_hidden or 0) + _cpu_block(shape, rows)
     # Backward frees the logits of a chunk, and autograd adds dW of the second to that of the first into a third tensor.
-    backward = dh + dw + copies / models + widened
+    # On a GPU the gradient of a chunk's logits is rounded to the 16 bits of the products.
+    narrow = rows * shape.computed * 2 if not shape.on_cpu and shape.itemsize == 2 else 0
+    backward = dh + dw + copies / models + widened + narrow
     if rows < shape.tokens:
-        backward = logits - 2 * copies + 3 * dw + dh * min(1.0, 2 * rows / shape.tokens) + widened
+        backward = logits - 2 * copies + 3 * dw + dh * min(1.0, 2 * rows / shape.tokens) + widened + narrow
     peak = max(forward, backward) + 32 * shape.tokens
     return LossWorkspace(peak, dh, rows)
 
@@ -208,8 +210,8 @@ def _dense(shape: LossShape) -> LossWorkspace:
     per_logit = DENSE_FULL if shape.full else DENSE_TOP_K
     logits = shape.tokens * shape.computed * per_logit
     dh, _ = _gradients(shape)
-    # Hidden rows gathered, and widened to float32 with the head, are kept for the products of the backward pass.
-    rows = shape.tokens * shape.hidden * (FLOAT if shape.itemsize == 2 else 0)
+    # Hidden rows gathered (on a CPU widened to float32, with the head) are kept for the products of the backward pass.
+    rows = shape.tokens * shape.hidden * (FLOAT if shape.itemsize == 2 and shape.on_cpu else 0)
     if shape.sequence_parallel:
         rows += shape.tokens * shape.hidden * shape.itemsize
     per_token = shape.tokens * (40 * shape.top_k if not shape.full else 40)
@@ -217,8 +219,8 @@ def _dense(shape: LossShape) -> LossWorkspace:
 
 
 def _widened(shape: LossShape, width: int) -> float:
-    """A 16-bit head in float32: the references keep the student's whole, forward_chunked the teacher's in forward."""
-    return shape.computed * width * FLOAT if shape.itemsize == 2 else 0.0
+    """A 16-bit head in float32 on a CPU: the references keep it, forward_chunked the teacher's in forward."""
+    return shape.computed * width * FLOAT if shape.itemsize == 2 and shape.on_cpu else 0.0
 
 
 def _cpu_panel(shape: LossShape) -> float:

@@ -40,8 +40,9 @@ def test_the_key_rows_lie_in_their_bands() -> None:
         assert tensors == pytest.approx(run.peak_gb, rel=0.05 if run.mode == "offline" else 0.25)
     offline = GPT_OSS[1]
     assert plan_recipe(gpt_oss(offline)).step.seconds == pytest.approx(offline.seconds, rel=0.33)
-    fused = by_name["offline", "fused"]
-    assert fused.step.seconds == pytest.approx(20.2, rel=0.33)
+    for run in EIGHT_TO_THREE:
+        seconds = by_name[run.mode, run.implementation].step.seconds
+        assert seconds == pytest.approx(run.seconds, rel=0.33 if run.implementation == "fused" else 0.15)
     ranking = sorted(by_name, key=lambda name: -by_name[name].memory.total)
     assert ranking == [(run.mode, run.implementation) for run in EIGHT_TO_THREE]
 
@@ -58,7 +59,7 @@ def test_the_assumptions_are_those_of_the_code() -> None:
     for line in (
         f"| dense products | {efficiency.DENSE_GEMM} |",
         f"| grouped products of experts | {efficiency.GROUPED_GEMM} |",
-        f"| head, chunk by chunk, fused | {efficiency.LOSS_GEMM} |",
+        f"| head, in all losses | {efficiency.LOSS_GEMM} |",
         f"| flash attention, head size 64 / 128 | {efficiency.ATTENTION[64]} / {efficiency.ATTENTION[128]} |",
         f"| attention in a window | {efficiency.WINDOWED_ATTENTION:.2f} |",
         f"| memory bandwidth | {efficiency.MEMORY_BANDWIDTH:.2f} |",
