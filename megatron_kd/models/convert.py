@@ -15,10 +15,11 @@ from megatron.core.models.gpt import GPTModel
 from megatron_kd.config import ModelConfig, ParallelismConfig, Recipe
 from megatron_kd.data.tokenizer import Tokenizer, load_tokenizer
 from megatron_kd.device import fail_together, first_rank_tells, init_distributed, lost_ranks_reported, select_device
-from megatron_kd.errors import CheckpointError, ConfigError
+from megatron_kd.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatron_kd.files import write_json
 from megatron_kd.models.build import build_model
 from megatron_kd.models.checkpoint import check_same_architecture, read_note, save_weights
+from megatron_kd.models.checkpoint_files import check_files
 from megatron_kd.models.families import EMBEDDING, HEAD
 from megatron_kd.models.hf_config import check_architecture
 from megatron_kd.models.hf_files import CONFIG, GENERATION_CONFIG
@@ -127,6 +128,10 @@ def _already_there(path: Path, model: ModelConfig) -> ImportReport | None:
     note = read_note(path)
     check_same_architecture(path, note, model)
     _check_same_source(path, note, model.hf)
+    try:
+        check_files(path, note.get("files", {}))
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{error}; remove it, and import again") from error
     return ImportReport(path, int(note["parameters"]), note["weights_sha256"], reused=True)
 
 

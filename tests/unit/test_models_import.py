@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megatron_kd.config import ModelConfig, ParallelismConfig
-from megatron_kd.errors import CheckpointError, ConfigError
+from megatron_kd.config import ModelConfig, ParallelismConfig, load_recipe
+from megatron_kd.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from megatron_kd.models import families
 from megatron_kd.models.build import build_model
-from megatron_kd.models.convert import _check_same_source
+from megatron_kd.models.convert import _check_same_source, import_model
 from megatron_kd.models.families.layouts import GateAndUp, QueryKeyValue
 from megatron_kd.models.flops import forward_flops_per_token, training_flops_per_token
 from megatron_kd.models.hf_config import check_architecture
@@ -25,6 +25,7 @@ from megatron_kd.models.hf_source import SafetensorsFolder, open_hf_weights, wei
 from megatron_kd.models.load import load_hf_weights
 from megatron_kd.models.parameters import places
 from megatron_kd.models.vocabulary import padded_vocab_size
+from tests.assets import tiny_recipe
 from tests.models_oracles import grouped_model, random_hf_model
 
 TOKENS = torch.randint(0, 331, (2, 24), generator=torch.Generator().manual_seed(4))
@@ -317,6 +318,16 @@ def test_an_import_is_reused_only_for_its_own_source(tmp_path: Path) -> None:
         _check_same_source(tmp_path, note, str(tmp_path / "chat"))
     with pytest.raises(CheckpointError, match="is not an imported model"):
         _check_same_source(tmp_path, {"architecture": {}}, str(tmp_path / "base"))
+
+
+def test_a_damaged_import_is_not_reused(tmp_path: Path) -> None:
+    recipe = load_recipe(tiny_recipe(tmp_path))
+    done = import_model(recipe, "teacher", show_progress=False)
+    assert import_model(recipe, "teacher", show_progress=False).reused
+    file = next(done.checkpoint.glob("*.distcp"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(DamagedCheckpointError, match=rf"{file.name} has .* bytes of .*remove it, and import again"):
+        import_model(recipe, "teacher", show_progress=False)
 
 
 def test_a_teacher_is_frozen_in_its_precision(groups: Any) -> None:
