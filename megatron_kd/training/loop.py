@@ -245,7 +245,7 @@ def _evaluate(session: Session, student: Student, run_dir: Path, writer: Metrics
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
     result = evaluate_model(
-        student.model.module,
+        student.bare,
         session.evaluation,
         session.samples,
         session.evaluation_cached,
