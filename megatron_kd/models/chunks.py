@@ -1,7 +1,7 @@
 """What one rank holds of a model: one module, or several chunks where the pipeline's stages are interleaved.
 
-With v chunks on each of p stages, chunk c of stage r has the layers of part c·p + r of p·v equal parts: every micro batch
-goes round the stages v times, and the pipeline fills and drains in a v-th of the time.
+With v chunks on each of p stages, chunk c of stage r has part c·p + r of p·v equal parts of the layers: every micro
+batch goes round the stages v times, and the pipeline fills and drains in a v-th of the time.
 """
 
 from __future__ import annotations

@@ -7,7 +7,6 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
@@ -71,9 +70,7 @@ def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool 
         ConfigError, CheckpointError, DataError: no weights to start from, or of another model.
     """
     student = recipe.student
-    built = build_chunks(
-        student.model, recipe.parallelism, groups, recipe.training.precision, training=recipe.training
-    )
+    built = build_chunks(student.model, recipe.parallelism, groups, recipe.training.precision, training=recipe.training)
     if not with_weights:
         return built
     if student.from_teacher is not None:
