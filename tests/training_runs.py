@@ -54,11 +54,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = [f"TP {self.tp}{' + SP' if self.sp else ''}"]
-        axes += [
-            f"{name} {size}"
-            for name, size in (("PP", self.pp), ("VP", self.vp), ("CP", self.cp), ("EP", self.ep))
-            if size > 1
-        ]
+        sizes = (("PP", self.pp), ("VP", self.vp), ("CP", self.cp), ("EP", self.ep))
+        axes += [f"{name} {size}" for name, size in sizes if size > 1]
         return ", ".join([*axes, f"DP {self.world // (self.tp * self.pp * self.cp)}", f"micro batch {self.micro}"])
 
 

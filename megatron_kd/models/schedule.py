@@ -61,9 +61,8 @@ def run_schedule[T](
     if groups.pp_size > 1:
         neighbours["p2p_communicator"] = P2PCommunicator(pp_group=groups.pp_group, config=get_model_config(chunks[0]))
     source = iter(micro_batches)
-    reports: list[Any] = get_forward_backward_func(
-        pp_size=groups.pp_size, vp_size=len(chunks) if interleaved else None
-    )(
+    schedule = get_forward_backward_func(pp_size=groups.pp_size, vp_size=len(chunks) if interleaved else None)
+    reports: list[Any] = schedule(
         forward_step_func=step,
         data_iterator=_for_each_chunk(source, len(chunks), run - number) if interleaved else source,
         model=chunks,

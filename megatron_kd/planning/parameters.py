@@ -122,7 +122,7 @@ def _rank_parameters(
         outside[-1].append(hidden)  # the final norm
         if shape.untied or pp > 1:  # a tied head on another stage is a second copy
             outside[-1].append(vocabulary)
-    ends = sum(outside, [])
+    ends = [size for of_chunk in outside for size in of_chunk]
     dense = list(_layer_dense(shape, tp))
     experts = list(_layer_experts(shape, ep))
     return Parameters(
