@@ -37,6 +37,7 @@ class Layout:
     pp: int = 1
     ep: int = 1
     cp: int = 1
+    vp: int = 1
 
     def overrides(self) -> list[str]:
         """The overrides of a recipe that put it into this layout."""
@@ -44,6 +45,7 @@ class Layout:
             f"cluster.gpus_per_node={self.world}",
             f"parallelism.tensor_model_parallel_size={self.tp}",
             f"parallelism.pipeline_model_parallel_size={self.pp}",
+            f"parallelism.virtual_pipeline_model_parallel_size={self.vp if self.vp > 1 else 'null'}",
             f"parallelism.context_parallel_size={self.cp}",
             f"parallelism.expert_model_parallel_size={self.ep}",
             f"parallelism.sequence_parallel={str(self.sp).lower()}",
@@ -52,7 +54,8 @@ class Layout:
 
     def __str__(self) -> str:
         axes = [f"TP {self.tp}{' + SP' if self.sp else ''}"]
-        axes += [f"{name} {size}" for name, size in (("PP", self.pp), ("CP", self.cp), ("EP", self.ep)) if size > 1]
+        sizes = (("PP", self.pp), ("VP", self.vp), ("CP", self.cp), ("EP", self.ep))
+        axes += [f"{name} {size}" for name, size in sizes if size > 1]
         return ", ".join([*axes, f"DP {self.world // (self.tp * self.pp * self.cp)}", f"micro batch {self.micro}"])
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from math import gcd, lcm
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from megatron_kd.config.base import Section
 from megatron_kd.config.model import ModelConfig, Positive
@@ -38,6 +40,9 @@ class ParallelismConfig(Section):
     """Ranks that share every matrix."""
     pipeline_model_parallel_size: Positive = 1
     """Ranks that share the layers, as many on each."""
+    virtual_pipeline_model_parallel_size: Annotated[int, Field(ge=2)] | None = None
+    """Chunks of the student's layers on each pipeline stage, interleaved: a smaller bubble for more messages and more
+    activations; null: one. A teacher keeps whole stages."""
     context_parallel_size: Positive = 1
     """Ranks that share each sequence; they exchange keys and values in attention."""
     expert_model_parallel_size: Positive = 1
@@ -79,12 +84,33 @@ class ParallelismConfig(Section):
             if widths not in seen:  # a student cut from its teacher has the same widths: say it once
                 seen.append(widths)
                 yield from self._width_problems(where, model, widths)
+            if model.num_layers % pp == 0 and where == "student.model":
+                yield from self._chunk_problems(model)
             if model.num_layers % pp:
                 yield (
                     f"parallelism.pipeline_model_parallel_size {pp} must divide {where}.num_layers {model.num_layers} "
                     f"({model.name}): set it to one of {_divisors(model.num_layers)}"
                 )
         yield from self._expert_problems(cluster, models)
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of the student on each pipeline stage."""
+        return self.virtual_pipeline_model_parallel_size or 1
+
+    def _chunk_problems(self, student: ModelConfig) -> Iterator[str]:
+        pp, chunks = self.pipeline_model_parallel_size, self.virtual_pipeline_model_parallel_size
+        key = "parallelism.virtual_pipeline_model_parallel_size"
+        if chunks is not None and pp == 1:
+            yield f"{key} {chunks} needs parallelism.pipeline_model_parallel_size above 1, not 1: set it to null"
+        elif chunks is not None and student.num_layers % (pp * chunks):
+            layers = student.num_layers // pp
+            fit = f"one of {_divisors(layers).removeprefix('1, ')} or null" if layers > 1 else "null"
+            yield (
+                f"parallelism.pipeline_model_parallel_size {pp} × virtual_pipeline_model_parallel_size {chunks} = "
+                f"{pp * chunks} must divide student.model.num_layers {student.num_layers} ({student.name}): set the "
+                f"latter to {fit}"
+            )
 
     def _length_problems(self, seq_length: int) -> Iterator[str]:
         tp, cp = self.tensor_model_parallel_size, self.context_parallel_size

@@ -42,12 +42,12 @@ def recompute_problems(
                 f"training.{key} belongs to training.recompute_granularity {needed}, which is {granularity or 'null'}: "
                 f"set {key} to null or recompute_granularity to {needed}"
             )
-    layers = student.num_layers // parallelism.pipeline_model_parallel_size
+    layers = student.num_layers // (parallelism.pipeline_model_parallel_size * parallelism.chunks)
     number = training.recompute_num_layers
     if granularity == "full" and number is not None and number > layers:
         yield (
             f"training.recompute_num_layers {number} is more than the {layers} layers of student.model "
-            f"({student.name}) on a pipeline stage: lower it"
+            f"({student.name}) on a pipeline stage{' in one chunk' if parallelism.chunks > 1 else ''}: lower it"
         )
     if granularity == "selective":
         yield from _module_problems(training.recompute_modules or [], cluster, student)

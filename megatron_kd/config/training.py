@@ -36,7 +36,7 @@ class TrainingConfig(Section):
     recompute_modules of every layer (selective); null: nothing. The loss never is."""
     recompute_method: Literal["uniform", "block"] | None = None
     """Of full: every layer, in units of recompute_num_layers (uniform, the default), or the first recompute_num_layers
-    of each pipeline stage (block)."""
+    of each pipeline stage, or of each of its chunks (block)."""
     recompute_num_layers: Positive | None = None
     """Of full: layers of a unit, or of a stage; by default 1."""
     recompute_modules: Annotated[list[RecomputeModule], Field(min_length=1)] | None = None
@@ -57,6 +57,16 @@ class TrainingConfig(Section):
                 f"training.global_batch_size {self.global_batch_size} must be a multiple of training.micro_batch_size "
                 f"{self.micro_batch_size} × dp {dp} = {portion}: use "
                 f"{max(round(self.global_batch_size / portion), 1) * portion}"
+            )
+        pp, chunks = parallelism.pipeline_model_parallel_size, parallelism.virtual_pipeline_model_parallel_size
+        microbatches = self.global_batch_size // portion
+        if chunks is not None and microbatches % pp and self.global_batch_size % portion == 0:
+            rows = portion * pp
+            yield (
+                f"parallelism.virtual_pipeline_model_parallel_size {chunks} runs micro batches in groups of "
+                f"parallelism.pipeline_model_parallel_size {pp}, but training.global_batch_size "
+                f"{self.global_batch_size} makes {microbatches} of them on each data-parallel rank: use "
+                f"{max(round(self.global_batch_size / rows), 1) * rows}, or set the former to null"
             )
         yield from recompute_problems(self, cluster, parallelism, student)
 

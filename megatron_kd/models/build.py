@@ -12,6 +12,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron_kd.config import ModelConfig, ParallelismConfig, TrainingConfig
 from megatron_kd.config.rope import Llama3RopeScaling
 from megatron_kd.device import current_device
+from megatron_kd.models.chunks import Chunks, as_model
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.rope import llama3_frequencies, position_embedding_type, restart_at_documents
 from megatron_kd.models.spec import layer_spec
@@ -32,7 +33,7 @@ def build_model(
     initialize: bool = True,
     training: TrainingConfig | None = None,
 ) -> GPTModel:
-    """A randomly initialised model, this rank's shard of it, on this rank's device.
+    """A randomly initialised model, this rank's shard of it, on this rank's device. Its stages are not interleaved.
 
     The output layer keeps logits split over the vocabulary; the vocabulary is padded to 128 · TP rows.
 
@@ -43,7 +44,27 @@ def build_model(
     """
     config = transformer_config(model, parallelism, precision, training)
     config.perform_initialization = initialize
-    built = _build(model, config, groups)
+    return _ready(_build(model, config, groups), model, precision, trainable=trainable)
+
+
+def build_chunks(
+    model: ModelConfig,
+    parallelism: ParallelismConfig,
+    groups: ParallelGroups,
+    precision: Precision,
+    *,
+    training: TrainingConfig | None = None,
+) -> GPTModel | Chunks:
+    """A model to train, as ``build_model`` makes it, in chunks where the layout says so; they share one config."""
+    number = parallelism.virtual_pipeline_model_parallel_size
+    config = transformer_config(model, parallelism, precision, training, interleaved=number is not None)
+    stages = [None] if number is None else range(number)
+    built = [_ready(_build(model, config, groups, stage), model, precision, trainable=True) for stage in stages]
+    together: GPTModel | Chunks = as_model(built)
+    return together
+
+
+def _ready(built: GPTModel, model: ModelConfig, precision: Precision, *, trainable: bool) -> GPTModel:
     built.to(device=current_device(), dtype=params_dtype(precision))
     if isinstance(model.rope_scaling, Llama3RopeScaling):
         built.rotary_pos_emb.inv_freq = llama3_frequencies(model, model.rope_scaling).to(current_device())
@@ -67,19 +88,24 @@ def build_on_meta(model: ModelConfig, groups: ParallelGroups, parallelism: Paral
         return _build(model, config, groups)
 
 
-def _build(model: ModelConfig, config: TransformerConfig, groups: ParallelGroups) -> GPTModel:
+def _build(
+    model: ModelConfig, config: TransformerConfig, groups: ParallelGroups, vp_stage: int | None = None
+) -> GPTModel:
+    """This rank's stage, or where stages are interleaved the chunk ``vp_stage`` of it."""
+    chunks = config.virtual_pipeline_model_parallel_size or 1
     return GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, groups.pp_rank),
+        transformer_layer_spec=layer_spec(config, groups.pp_rank, vp_stage),
         vocab_size=padded_vocab_size(model.vocab_size, groups.tp_size),
         max_sequence_length=model.max_position_embeddings,
         parallel_output=True,
         share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
         position_embedding_type=position_embedding_type(model),
-        pre_process=groups.is_first_stage,
-        post_process=groups.is_last_stage,
+        pre_process=groups.is_first_stage and vp_stage in (None, 0),
+        post_process=groups.is_last_stage and vp_stage in (None, chunks - 1),
         rotary_base=model.rotary_base,
         pg_collection=groups.collection,
+        vp_stage=vp_stage,
     )
 
 

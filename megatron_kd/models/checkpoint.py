@@ -21,8 +21,8 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Module
 from xxhash import xxh3_128_hexdigest
 
 from megatron_kd.config import ModelConfig
@@ -30,6 +30,7 @@ from megatron_kd.device import fail_together
 from megatron_kd.errors import CheckpointError, DamagedCheckpointError
 from megatron_kd.files import fsync_directory, write_json
 from megatron_kd.models.checkpoint_files import check_content, check_files, describe_files, one_line
+from megatron_kd.models.chunks import chunks_of
 
 MODEL_NOTE, NOTE_HASH = "model.json", "xxh3_128"
 EXTRA_STATE = "_extra_state"
@@ -128,14 +129,23 @@ def _keep_results_in_process() -> None:
         filesystem_async._results_queue = queue.Queue()
 
 
-def sharded_weights(built: GPTModel) -> dict[str, Any]:
-    """The sharded state dict without the layers' extra state, which holds scaling factors of FP8 and no weights."""
-    state: dict[str, Any] = built.sharded_state_dict(prefix="")
-    return {name: value for name, value in state.items() if not name.endswith(EXTRA_STATE)}
+def sharded_weights(built: Module) -> dict[str, Any]:
+    """The sharded state dict without the layers' extra state, which holds scaling factors of FP8 and no weights.
+
+    Its names are those of ``state_dict`` on this rank, in chunks by their numbers; the tensors go by their place in the
+    whole model, so that the checkpoint is the same.
+    """
+    chunks = chunks_of(built)
+    return {
+        f"{index}.{name}" if len(chunks) > 1 else name: value
+        for index, chunk in enumerate(chunks)
+        for name, value in chunk.sharded_state_dict(prefix="").items()
+        if not name.endswith(EXTRA_STATE)
+    }
 
 
 def save_weights(
-    built: GPTModel,
+    built: Module,
     model: ModelConfig,
     path: Path,
     note: dict[str, Any],
@@ -235,7 +245,7 @@ def check_same_architecture(path: Path, note: dict[str, Any], model: ModelConfig
         raise CheckpointError(f"{path} holds a model with {field} {theirs}, the recipe's {model.name!r} has {ours}")
 
 
-def load_weights(built: GPTModel, model: ModelConfig, path: Path) -> None:
+def load_weights(built: Module, model: ModelConfig, path: Path) -> None:
     """Loads weights in whatever layout the model was built. Collective.
 
     Raises:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.errors import CheckpointError, KDError
@@ -18,7 +17,7 @@ from megatron_kd.progress import progress
 
 
 def load_hf_weights(
-    built: GPTModel,
+    built: torch.nn.Module,
     model: ModelConfig,
     weights: HFWeights,
     groups: ParallelGroups,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.errors import CheckpointError
+from megatron_kd.models.chunks import chunks_of
 from megatron_kd.models.families import EMBEDDING, HEAD, Entry, table
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.vocabulary import padded_vocab_size
@@ -90,7 +90,7 @@ def places(model: ModelConfig) -> Iterator[Place]:
 
 
 def places_in(
-    built: GPTModel, model: ModelConfig, groups: ParallelGroups
+    built: torch.nn.Module, model: ModelConfig, groups: ParallelGroups
 ) -> Iterator[tuple[Place, torch.nn.Parameter]]:
     """The parameters of this rank's part of a model, each with its place in the whole.
 
@@ -100,10 +100,8 @@ def places_in(
         CheckpointError: the model has a parameter that its family's table does not know.
     """
     entries = {pattern: entry for entry in table(model) for pattern in _patterns(entry)}
-    # Megatron-Core numbers the layers of all stages from 1.
-    layers = [layer.layer_number - 1 for layer in built.decoder.layers]
     experts = (model.num_moe_experts or 0) // groups.ep_size
-    for name, parameter in built.named_parameters():
+    for layers, name, parameter in _named_parameters(built):
         if name == HEAD.megatron and not model.untie_embeddings_and_output_weights:
             yield Place(EMBEDDING), parameter
             continue
@@ -117,6 +115,15 @@ def places_in(
                 break
         else:
             raise CheckpointError(f"the table of family {model.family} knows no parameter {name!r} of the built model")
+
+
+def _named_parameters(built: torch.nn.Module) -> Iterator[tuple[list[int], str, torch.nn.Parameter]]:
+    """The parameters of all chunks by their names in their chunk, each with its chunk's layers in the whole model."""
+    for chunk in chunks_of(built):
+        # Megatron-Core numbers the layers of all stages from 1.
+        layers = [layer.layer_number - 1 for layer in chunk.decoder.layers]
+        for name, parameter in chunk.named_parameters():
+            yield layers, name, parameter
 
 
 @cache

@@ -57,7 +57,16 @@ def router_mass(
         return module(tokens, places, within, output_processor=_no_logits), _no_loss
 
     with _hooked(built, add):
-        run_schedule(built, groups, mine, forward, seq_length=rows.shape[1], micro_batch_size=1, forward_only=True)
+        run_schedule(
+            built,
+            groups,
+            mine,
+            forward,
+            number=len(mine),
+            seq_length=rows.shape[1],
+            micro_batch_size=1,
+            forward_only=True,
+        )
     total = mass.to(current_device())
     dist.all_reduce(total)
     return total.cpu()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice, repeat
 from typing import Any
 
 import torch
@@ -11,6 +13,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.utils import get_model_config
 from torch import Tensor
 
+from megatron_kd.models.chunks import chunks_of
 from megatron_kd.models.parallel import ParallelGroups
 
 IN_FLIGHT = 4
@@ -25,9 +28,10 @@ def micro_batches_together(groups: ParallelGroups) -> int:
 def run_schedule[T](
     module: torch.nn.Module,
     groups: ParallelGroups,
-    micro_batches: Sequence[T],
+    micro_batches: Iterable[T],
     forward: Callable[[torch.nn.Module, T], tuple[Tensor, Callable[[Tensor], Any]]],
     *,
+    number: int,
     seq_length: int,
     micro_batch_size: int,
     forward_only: bool,
@@ -35,31 +39,60 @@ def run_schedule[T](
     """Runs micro batches forward (and backward) over the stages of a pipeline. Collective over the model's ranks.
 
     Args:
-        module: the model, or what wraps it for training.
-        micro_batches: as many on every rank; each of ``micro_batch_size`` rows where there are several stages.
+        module: the model, or what wraps it for training; interleaved stages come as ``Chunks``.
+        micro_batches: taken when a pass needs them; each of ``micro_batch_size`` rows where there are several stages.
         forward: called with the module and one micro batch; returns the module's output and, for the last stage, what
-            makes of that output the loss and the report.
+            makes of that output the loss and the report. Of interleaved stages once for each chunk.
+        number: of micro batches, the same on every rank; to go backward through interleaved stages a multiple of their
+            number (forward alone, the last one is run again until it is).
         seq_length: of whole rows, before context parallelism.
 
     Returns:
         The reports in the order of the micro batches on the last stage; nothing on the others.
     """
+    chunks = chunks_of(module)
+    interleaved = len(chunks) > 1
+    run = number + (-number % groups.pp_size if interleaved and forward_only else 0)
 
     def step(source: Iterator[T], model: torch.nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         return forward(model, next(source))
 
     neighbours = {}
     if groups.pp_size > 1:
-        neighbours["p2p_communicator"] = P2PCommunicator(pp_group=groups.pp_group, config=get_model_config(module))
-    reports: list[Any] = get_forward_backward_func(pp_size=groups.pp_size, vp_size=None)(
+        neighbours["p2p_communicator"] = P2PCommunicator(pp_group=groups.pp_group, config=get_model_config(chunks[0]))
+    source = iter(micro_batches)
+    schedule = get_forward_backward_func(pp_size=groups.pp_size, vp_size=len(chunks) if interleaved else None)
+    reports: list[Any] = schedule(
         forward_step_func=step,
-        data_iterator=iter(micro_batches),
-        model=[module],
-        num_microbatches=len(micro_batches),
+        data_iterator=_for_each_chunk(source, len(chunks), run - number) if interleaved else source,
+        model=chunks,
+        num_microbatches=run,
         seq_length=seq_length,
         micro_batch_size=micro_batch_size,
         forward_only=forward_only,
         pg_collection=groups.collection,
         **neighbours,
     )
-    return reports
+    return reports[:number]
+
+
+def _for_each_chunk[T](micro_batches: Iterator[T], chunks: int, missing: int) -> list[Iterator[T]]:
+    """The micro batches for every chunk, behind them the last one ``missing`` times again.
+
+    Each is made when the first chunk asks for it, and let go when the last one has it.
+    """
+    waiting: list[deque[T]] = [deque() for _ in range(chunks)]
+
+    def of(own: deque[T]) -> Iterator[T]:
+        while True:
+            if not own:
+                for micro_batch in islice(micro_batches, 1):
+                    for queue in waiting:
+                        queue.append(micro_batch)
+            if not own:
+                break
+            last = own.popleft()
+            yield last
+        yield from repeat(last, missing)
+
+    return [of(own) for own in waiting]

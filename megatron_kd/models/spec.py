@@ -34,8 +34,10 @@ def use_transformer_engine() -> bool:
     return is_cuda() and bool(te_extension.HAVE_TE)
 
 
-def layer_spec(config: TransformerConfig, pp_rank: int = 0) -> ModuleSpec | TransformerBlockSubmodules:
-    """The specification of the decoder's layers, those of this pipeline stage, for the device at hand."""
+def layer_spec(
+    config: TransformerConfig, pp_rank: int = 0, vp_stage: int | None = None
+) -> ModuleSpec | TransformerBlockSubmodules:
+    """The specification of the decoder's layers, those of this pipeline stage or chunk, for the device at hand."""
     experts, normed = config.num_moe_experts, config.qk_layernorm
     if use_transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -58,5 +60,5 @@ def layer_spec(config: TransformerConfig, pp_rank: int = 0) -> ModuleSpec | Tran
     if experts is not None:
         renamed = {k: v for k, v in parts.sharded_state_dict_keys_map.items() if k != "pre_mlp_layernorm."}
         parts.sharded_state_dict_keys_map = renamed
-    layers = get_num_layers_to_build(config, pp_rank=pp_rank)
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage, pp_rank=pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * layers, layer_norm=TorchRMSNorm)

@@ -29,6 +29,8 @@ def transformer_config(
     parallelism: ParallelismConfig,
     precision: Precision,
     training: TrainingConfig | None = None,
+    *,
+    interleaved: bool = False,
 ) -> TransformerConfig:
     """The configuration of a decoder: RMSNorm, SwiGLU, grouped queries and rotary positions, and what its family adds.
 
@@ -37,6 +39,7 @@ def transformer_config(
 
     Args:
         training: says what the backward pass computes again; None: nothing.
+        interleaved: in chunks, ``virtual_pipeline_model_parallel_size`` on each stage.
 
     Raises:
         ConfigError: something of that needs Transformer Engine, which is not there.
@@ -86,6 +89,13 @@ def transformer_config(
         # Sinks are exchanged along heads; without them keys and values travel round the ranks.
         "cp_comm_type": "a2a" if family is GPT_OSS else "p2p",
     }
+    if interleaved:
+        # One batch of sends and receives cannot hold two of each between the same two ranks, as with two stages.
+        fields |= {
+            "virtual_pipeline_model_parallel_size": parallelism.virtual_pipeline_model_parallel_size,
+            "overlap_p2p_comm": True,
+            "batch_p2p_comm": False,
+        }
     if training is not None:
         fields |= {key: getattr(training, key) for key in RECOMPUTE_KEYS}
         for name in training.recompute_modules or ():

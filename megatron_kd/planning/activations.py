@@ -93,7 +93,7 @@ class StageActivations:
     """Bytes on a rank of one pipeline stage.
 
     Attributes:
-        kept: by all micro batches in flight, at the end of the youngest one's forward pass.
+        kept: by all micro batches in flight, in whichever chunk, at the end of the youngest one's forward pass.
         backward: beside it, while its last layer goes backward; recomputed layers included.
         forward: at once where nothing is kept.
     """
@@ -106,10 +106,10 @@ class StageActivations:
 def stage_activations(model: ModelConfig, layout: Layout, recomputation: Recomputation, stage: int) -> StageActivations:
     """All layers of a stage, with what lies before the first and behind the last of them."""
     layer = layer_activations(model, layout, recomputation)
-    layers = model.num_layers // layout.pp
+    layers = model.num_layers // (layout.pp * layout.vp)  # of a chunk
     kept = recomputation.kept_layers(layers) * layer.kept + recomputation.kept_inputs(layers) * layer.input
     # Behind the last layer: the final norm's input and output, or what is sent on to the next stage.
-    kept += (2 if stage == layout.pp - 1 else 1) * layer.input
+    kept += (1 + (stage == layout.pp - 1) / layout.vp) * layer.input
     # Tokens, positions, labels, weights; the angles of the rotary positions.
     kept += layout.tokens * 28
     rotary = layout.row_tokens * model.kv_channels * 4

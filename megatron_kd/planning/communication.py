@@ -65,11 +65,11 @@ def layer_communication(model: ModelConfig, layout: Layout, gpu: GPU) -> LayerCo
 
 
 def stage_exchange(model: ModelConfig, layout: Layout, gpu: GPU) -> float:
-    """One micro batch's hidden states to the next stage, and their gradient back."""
+    """One micro batch's hidden states to the next stage, and their gradient back, as often as a stage has chunks."""
     if layout.pp == 1:
         return 0.0
     rate = gpu.network_bandwidth if layout.pipeline_spans_nodes else gpu.link_bandwidth
-    return 2 * layout.slice_tokens * model.hidden_size * layout.itemsize / (efficiency.LINK * rate)
+    return layout.vp * 2 * layout.slice_tokens * model.hidden_size * layout.itemsize / (efficiency.LINK * rate)
 
 
 def gradient_reduction(held: Parameters, layout: Layout, gpu: GPU) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_kd.config import Recipe
 
@@ -17,6 +17,7 @@ class Layout:
         row_tokens: positions of a whole row.
         micro_rows: rows of a micro batch.
         itemsize: bytes of a weight and of an activation.
+        vp: chunks of the student on each pipeline stage, interleaved where there are several.
     """
 
     world: int
@@ -30,6 +31,7 @@ class Layout:
     micro_rows: int
     row_tokens: int
     itemsize: int
+    vp: int = 1
 
     @staticmethod
     def of(recipe: Recipe) -> Layout:
@@ -48,7 +50,13 @@ class Layout:
             micro_rows=training.micro_batch_size,
             row_tokens=recipe.data.seq_length,
             itemsize=2 if training.precision == "bf16" else 4,
+            vp=sizes.chunks,
         )
+
+    @property
+    def of_teacher(self) -> Layout:
+        """The same with whole stages, which a teacher always has."""
+        return replace(self, vp=1)
 
     @property
     def dp(self) -> int:
@@ -75,8 +83,19 @@ class Layout:
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     def in_flight(self, stage: int) -> int:
-        """Micro batches whose activations a stage holds at once, in the schedule 1F1B."""
-        return min(self.microbatches, self.pp - stage)
+        """Micro batches, each in one chunk, whose activations a stage holds at once, in the schedule 1F1B.
+
+        As many as go forward before the first goes backward (``get_pp_rank_microbatches`` of Megatron-Core), and one.
+        """
+        warmup = self.pp - stage - 1
+        if self.vp > 1:
+            warmup = 2 * warmup + (self.vp - 1) * self.pp
+        return min(self.microbatches * self.vp, warmup + 1)
+
+    def layers_of(self, stage: int, layers: int) -> list[int]:
+        """Which of a model's layers, counted from 0, lie on a stage, chunk by chunk."""
+        size = layers // (self.pp * self.vp)
+        return [(chunk * self.pp + stage) * size + layer for chunk in range(self.vp) for layer in range(size)]
 
     # Megatron-Core numbers ranks tensor parallel first, then context (experts among those), data, pipeline parallel.
     def spans_nodes(self, ranks: int) -> bool:

@@ -81,7 +81,7 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
         if last:
             found.append(("loss", 0.0, activations.kept, workspace.peak + target_bytes(shape), teacher + held))
         if recipe.teacher.mode == "online":
-            forward = stage_activations(recipe.teacher.model, layout, Recomputation(), stage).forward
+            forward = stage_activations(recipe.teacher.model, layout.of_teacher, Recomputation(), stage).forward
             chunk = _extraction(recipe, shape) if last and recipe.teacher.targets == "top_k" else 0.0
             found.append(("teacher", 0.0, 0.0, 0.0, teacher + held + max(forward, chunk)))
         for moment, gradient, activation, loss, teaching in found:

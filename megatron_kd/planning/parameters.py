@@ -54,6 +54,7 @@ def rank_parameters(model: ModelConfig, layout: Layout, stage: int) -> Parameter
         _architecture(model),
         layout.tp,
         layout.pp,
+        layout.vp,
         layout.ep if model.num_moe_experts is not None else 1,
         stage,
         layout.dense_shards,
@@ -108,25 +109,31 @@ def _architecture(model: ModelConfig) -> _Architecture:
 
 @lru_cache(maxsize=4096)
 def _rank_parameters(
-    shape: _Architecture, tp: int, pp: int, ep: int, stage: int, dense_shards: int, expert_shards: int
+    shape: _Architecture, tp: int, pp: int, vp: int, ep: int, stage: int, dense_shards: int, expert_shards: int
 ) -> Parameters:
     layers = shape.layers // pp
     hidden = shape.hidden_size
     vocabulary = padded_vocab_size(shape.vocab_size, tp) // tp * hidden
-    ends: list[int] = []
+    # Of each chunk what lies before its layers and behind them.
+    outside: list[list[int]] = [[] for _ in range(vp)]
     if stage == 0:
-        ends.append(vocabulary)
+        outside[0].append(vocabulary)
     if stage == pp - 1:
-        ends.append(hidden)  # the final norm
+        outside[-1].append(hidden)  # the final norm
         if shape.untied or pp > 1:  # a tied head on another stage is a second copy
-            ends.append(vocabulary)
+            outside[-1].append(vocabulary)
+    ends = [size for of_chunk in outside for size in of_chunk]
     dense = list(_layer_dense(shape, tp))
     experts = list(_layer_experts(shape, ep))
     return Parameters(
         dense=layers * sum(dense) + sum(ends),
         experts=layers * sum(experts),
-        dense_buffer=_buffer(layers * sum(map(_padded, dense)) + sum(map(_padded, ends)), dense_shards),
-        experts_buffer=_buffer(layers * sum(map(_padded, experts)), expert_shards),
+        # Each chunk has buffers of its own.
+        dense_buffer=sum(
+            _buffer(layers // vp * sum(map(_padded, dense)) + sum(map(_padded, of_chunk)), dense_shards)
+            for of_chunk in outside
+        ),
+        experts_buffer=vp * _buffer(layers // vp * sum(map(_padded, experts)), expert_shards),
         largest=max([*dense, *ends[:1], sum(experts) * 2 // 3]),
     )
 

@@ -92,6 +92,7 @@ def describe_layout(layout: Layout) -> dict[str, Any]:
         "tp": layout.tp,
         "sp": layout.sequence_parallel,
         "pp": layout.pp,
+        "vp": layout.vp,
         "cp": layout.cp,
         "ep": layout.ep,
         "dp": layout.dp,

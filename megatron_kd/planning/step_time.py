@@ -53,7 +53,8 @@ class LayerTimes:
 def stage_times(model: ModelConfig, layout: Layout, gpu: GPU, stage: int) -> LayerTimes:
     """The layers of a stage."""
     layers = model.num_layers // layout.pp
-    windows = model.layer_windows()[stage * layers : (stage + 1) * layers]
+    every = model.layer_windows()
+    windows = [every[layer] for layer in layout.layers_of(stage, model.num_layers)]
     spread = model.num_moe_experts is not None and layout.ep > 1
     imbalance = efficiency.MOE_TIME_IMBALANCE if spread else 1.0
     products = sum(layer_work(model, layout, w).seconds(gpu, model.kv_channels, imbalance) for w in windows)
@@ -130,7 +131,8 @@ def plan_step(recipe: Recipe) -> StepTime:
         "recomputation": number * again[slowest],
         "loss": number * loss.seconds if is_last else 0.0,
         "communication": number * (times.exchange + times.exchange_backward + stage_exchange(model, layout, gpu)),
-        "pipeline_bubble": (layout.pp - 1) * spent[slowest],
+        # The pipeline fills and drains chunk by chunk.
+        "pipeline_bubble": (layout.pp - 1) * spent[slowest] / layout.vp,
         "teacher": _teacher_seconds(recipe, layout, gpu),
         "gradient_reduction": max(
             gradient_reduction(rank_parameters(model, layout, stage), layout, gpu) for stage in range(layout.pp)
@@ -152,7 +154,7 @@ def plan_step(recipe: Recipe) -> StepTime:
 def _recomputed(model: ModelConfig, layout: Layout, gpu: GPU, recomputation: Recomputation, times: LayerTimes) -> float:
     """Seconds of the forward work that is done twice, exchanges included, in all layers of a stage."""
     layers = model.num_layers // layout.pp
-    seconds = recomputation.repeated_share(layers) * times.forward
+    seconds = recomputation.repeated_share(layers // layout.vp) * times.forward
     share = 0.0
     if recomputation.recomputes("core_attn"):
         share += _share(model, layout, gpu, "attention")
@@ -189,7 +191,7 @@ def _teacher_seconds(recipe: Recipe, layout: Layout, gpu: GPU) -> float:
     """An online teacher's forward passes; its head is part of the loss, with top-K targets of an extraction."""
     if recipe.teacher.mode != "online":
         return 0.0
-    teacher = recipe.teacher.model
+    teacher, layout = recipe.teacher.model, layout.of_teacher
     slowest = max(stage_times(teacher, layout, gpu, stage).forward for stage in range(layout.pp))
     if recipe.teacher.targets == "top_k":
         slowest += extraction_seconds(teacher, layout, gpu)
@@ -218,7 +220,7 @@ def capture_seconds(recipe: Recipe, tokens: int) -> float:
     training = recipe.training.model_copy(
         update={"micro_batch_size": recipe.teacher.capture.micro_batch_size, "global_batch_size": 1}
     )
-    layout = Layout.of(recipe.model_copy(update={"training": training}))
+    layout = Layout.of(recipe.model_copy(update={"training": training})).of_teacher
     teacher = recipe.teacher.model
     slowest = max(stage_times(teacher, layout, gpu, stage).forward for stage in range(layout.pp))
     slowest += extraction_seconds(teacher, layout, gpu)

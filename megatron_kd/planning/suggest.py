@@ -126,6 +126,7 @@ _KEYS = {
         "tensor_model_parallel_size",
         "sequence_parallel",
         "pipeline_model_parallel_size",
+        "virtual_pipeline_model_parallel_size",
         "context_parallel_size",
         "expert_model_parallel_size",
         "expert_tensor_parallel_size",

@@ -28,7 +28,8 @@ def describe(plan: Plan) -> str:
 def layout_words(layout: Layout, recomputation: Recomputation) -> str:
     """Such as ``TP 8 + SP, EP 8, DP 1, recomputing moe_act``."""
     words = [f"TP {layout.tp}{' + SP' if layout.sequence_parallel else ''}"]
-    words += [f"{name} {size}" for name, size in (("PP", layout.pp), ("CP", layout.cp), ("EP", layout.ep)) if size > 1]
+    sizes = (("PP", layout.pp), ("VP", layout.vp), ("CP", layout.cp), ("EP", layout.ep))
+    words += [f"{name} {size}" for name, size in sizes if size > 1]
     words.append(f"DP {layout.dp}")
     if recomputation.granularity == "full":
         words.append("recomputing all layers" if recomputation.method == "uniform" else "recomputing some layers")

@@ -13,10 +13,11 @@ from megatron_kd.report.curves import Clock
 from megatron_kd.report.runs import RunRecord, number
 
 ALWAYS_DIFFERENT = {"name", "run_dir"}
-EXPERTS = "expert_model_parallel_size"
+EXPERTS, CHUNKS = "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"
 AXES = {
     "tensor_model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
+    CHUNKS: "VP",
     "context_parallel_size": "CP",
     EXPERTS: "EP",
 }
@@ -137,7 +138,7 @@ def layout(run: RunRecord) -> str | None:
     if world is None:
         return None
     parts = [f"{world} × {run.setting('cluster.gpu') or 'unknown device'}", *_sharing(run)]
-    model_parallel = math.prod(run.setting(f"parallelism.{key}") or 1 for key in AXES if key != EXPERTS)
+    model_parallel = math.prod(run.setting(f"parallelism.{key}") or 1 for key in AXES if key not in (EXPERTS, CHUNKS))
     if world > model_parallel:
         parts.append(f"DP {world // model_parallel}")
     return ", ".join(parts)

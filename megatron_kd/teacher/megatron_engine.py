@@ -145,6 +145,7 @@ class MegatronTeacher:
             self._groups,
             list(zip(micro_batches, within, strict=True)),
             forward,
+            number=len(micro_batches),
             seq_length=length * self._groups.cp_size,
             micro_batch_size=rows,
             forward_only=True,

@@ -76,7 +76,7 @@ def _random_state() -> ShardedObject:
 
 
 def _sharded_state(student: Student, *, is_loading: bool, same_layout: bool) -> dict[str, Any]:
-    weights = sharded_weights(student.model.module)
+    weights = sharded_weights(student.bare)
     state: dict[str, Any] = {
         "model": weights,
         "optimizer": student.optimizer.sharded_state_dict(weights, is_loading=is_loading, metadata=_SHARDING),
@@ -144,7 +144,7 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         progress = read_progress(path)
     same_layout = all(progress.get(key) == size for key, size in _layout(groups).items())
     state = read_sharded(_sharded_state(student, is_loading=True, same_layout=same_layout), path)
-    student.model.module.load_state_dict(state["model"], strict=False)
+    student.bare.load_state_dict(state["model"], strict=False)
     _load_optimizer(student.optimizer, state["optimizer"])
     student.scheduler.load_state_dict(state["scheduler"])
     if same_layout:

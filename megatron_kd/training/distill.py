@@ -81,7 +81,7 @@ class Distillation:
         Where experts are spread over ranks, those must all call this, with as many micro batches.
 
         Args:
-            module: the student, or what wraps it for training.
+            module: the student, or what wraps it for training; interleaved stages as ``Chunks``.
             batches: of equal shape; stages before the last need no targets.
             seq_length: of whole rows.
             forward_only: no gradients.
@@ -92,13 +92,12 @@ class Distillation:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
         """
         ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
-        contexts = self._contexts(batches, mode or self._loss.mode, ce_weight)
+        contexts: Iterable[StepContext] = self._contexts(batches, mode or self._loss.mode, ce_weight)
         if self._teacher is not None and self._groups.pp_size > 1:
             # Its stages wait for each other as well: it is through with all of them before the student begins.
-            contexts = iter(list(contexts))
+            contexts = list(contexts)
 
-        def forward(student: torch.nn.Module, _: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            context = next(contexts)
+        def forward(student: torch.nn.Module, context: StepContext) -> tuple[Tensor, Callable[[Tensor], Any]]:
             output = student(
                 context.batch.tokens,
                 context.batch.positions,
@@ -111,8 +110,9 @@ class Distillation:
         return run_schedule(
             module,
             self._groups,
-            range(len(batches)),
+            contexts,
             forward,
+            number=len(batches),
             seq_length=seq_length,
             micro_batch_size=len(batches[0].sample_ids),
             forward_only=forward_only,
@@ -212,18 +212,25 @@ def microbatches_in_flight(config: TransformerConfig) -> int:
     """How many losses at most are computed before the first of them goes backward, on the stage that has the loss.
 
     From ``megatron.core.pipeline_parallel.schedules``: without pipelining every forward pass is followed by its own
-    backward pass, and so it is on the last stage of 1F1B, whose warm-up is empty: 1. With
-    ``overlap_moe_expert_parallel_comm`` the next forward pass runs beside the backward pass: 2. Of interleaved stages
-    the answer depends on the last, smaller group of microbatches; recipes build none.
+    backward pass, and so it is on the last stage of 1F1B, whose warm-up is empty: 1.
+
+    Interleaved, with p stages of v chunks, the last stage warms up with p micro batches through each of its first
+    v − 1 chunks. Then passes alternate: forward the last chunk, backward the last chunk, p times, and so on through
+    all of them, so that the k-th loss is still followed by its own backward pass: 1. That needs groups of p micro
+    batches, all of one size, which recipes see to.
+
+    With ``overlap_moe_expert_parallel_comm`` one more forward pass runs before or beside each backward pass: 2.
 
     Raises:
-        ConfigError: the stages are interleaved.
+        ConfigError: interleaved stages take micro batches in larger groups.
     """
     if config.virtual_pipeline_model_parallel_size is not None:
-        raise ConfigError(
-            f"virtual_pipeline_model_parallel_size is {config.virtual_pipeline_model_parallel_size}: how many losses "
-            "are in flight with interleaved stages is not known here; build the model without them"
-        )
+        group, stages = config.microbatch_group_size_per_vp_stage, config.pipeline_model_parallel_size
+        if group != stages:
+            raise ConfigError(
+                f"microbatch_group_size_per_vp_stage is {group}: how many losses are in flight is known here for "
+                f"groups of pipeline_model_parallel_size {stages} only; leave it out"
+            )
     return 2 if config.overlap_moe_expert_parallel_comm else 1
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from megatron.core.models.gpt import GPTModel
 
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
@@ -40,7 +39,7 @@ _BOTH = 0.5
 @torch.no_grad()
 @lost_ranks_reported()
 def evaluate_model(
-    model: GPTModel,
+    model: torch.nn.Module,
     distillation: Distillation,
     samples: SampleSet,
     cached: CachedTargets | None,

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core.models.gpt import GPTModel
 
 from megatron_kd.config import FromTeacherConfig, Recipe
 from megatron_kd.data.samples import SampleSet, open_samples
@@ -31,7 +30,7 @@ ROUTER_MASS = "router_mass.json"
 logger = logging.getLogger(__name__)
 
 
-def load_from_teacher(built: GPTModel, recipe: Recipe, groups: ParallelGroups) -> None:
+def load_from_teacher(built: torch.nn.Module, recipe: Recipe, groups: ParallelGroups) -> None:
     """Fills a student with the parts of its teacher that ``student.from_teacher`` keeps. Collective over all ranks.
 
     Each rank reads the layers and experts that it has. Where experts are chosen by use, the teacher is built for a

@@ -24,7 +24,7 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
     result = evaluate_model(
-        student.model.module,
+        student.bare,
         session.evaluation,
         session.samples,
         session.evaluation_cached,

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
+import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_kd.config import Recipe
-from megatron_kd.models.build import build_model
+from megatron_kd.models.build import build_chunks
 from megatron_kd.models.checkpoint import load_weights
+from megatron_kd.models.chunks import as_model, chunks_of
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.transformer_config import params_dtype
 from megatron_kd.training.from_teacher import load_from_teacher
@@ -23,37 +25,52 @@ class Student:
     """What a training step changes, and how far it has come.
 
     Attributes:
+        chunks: what this rank holds of the model: one, and several where stages are interleaved.
         iteration: optimizer steps done.
         consumed_samples: rows drawn since the beginning.
         tokens: unmasked tokens trained on since the beginning.
     """
 
-    model: DistributedDataParallel
+    chunks: list[DistributedDataParallel]
     optimizer: MegatronOptimizer
     scheduler: OptimizerParamScheduler
     iteration: int = 0
     consumed_samples: int = 0
     tokens: int = 0
 
+    @cached_property
+    def wrapped(self) -> torch.nn.Module:
+        """What a training step runs: the DDP, or ``Chunks`` of them."""
+        model: torch.nn.Module = as_model(self.chunks)
+        return model
 
-def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool = True) -> GPTModel:
+    @cached_property
+    def bare(self) -> torch.nn.Module:
+        """The model itself, or ``Chunks`` of it."""
+        model: torch.nn.Module = as_model([chunk.module for chunk in self.chunks])
+        return model
+
+    @property
+    def model(self) -> DistributedDataParallel:
+        """The only chunk, where stages are not interleaved."""
+        (only,) = self.chunks
+        return only
+
+
+def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool = True) -> torch.nn.Module:
     """The student as the recipe starts it: cut from the teacher, from a checkpoint, or random. Collective.
 
     Args:
         with_weights: False where a training checkpoint is loaded next.
 
+    Returns:
+        A GPTModel, or ``Chunks`` of it where stages are interleaved.
+
     Raises:
         ConfigError, CheckpointError, DataError: no weights to start from, or of another model.
     """
     student = recipe.student
-    built = build_model(
-        student.model,
-        recipe.parallelism,
-        groups,
-        recipe.training.precision,
-        trainable=True,
-        training=recipe.training,
-    )
+    built = build_chunks(student.model, recipe.parallelism, groups, recipe.training.precision, training=recipe.training)
     if not with_weights:
         return built
     if student.from_teacher is not None:
@@ -63,21 +80,24 @@ def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool 
     return built
 
 
-def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -> Student:
+def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: torch.nn.Module) -> Student:
     """Adds Megatron-Core's DDP, distributed optimizer and schedule to a model. Collective.
 
     Gradients are reduced in float32 and summed, not averaged: the schedule divides by tokens. The schedule counts
     samples, as Megatron's own does, so that it does not depend on the batch size.
     """
-    config = built.config
-    ddp = DistributedDataParallel(
-        config=config,
-        ddp_config=DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
-        ),
-        module=built,
-        pg_collection=groups.collection,
-    )
+    config = chunks_of(built)[0].config
+    chunks = [
+        DistributedDataParallel(
+            config=config,
+            ddp_config=DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False
+            ),
+            module=chunk,
+            pg_collection=groups.collection,
+        )
+        for chunk in chunks_of(built)
+    ]
     settings = recipe.optimizer
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
@@ -93,7 +113,7 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -
             params_dtype=params_dtype(recipe.training.precision),
             use_distributed_optimizer=True,
         ),
-        [ddp],
+        chunks,
     )
     batch = recipe.training.global_batch_size
     scheduler = OptimizerParamScheduler(
@@ -113,6 +133,6 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -
         override_opt_param_scheduler=True,
     )
     config.finalize_model_grads_func = finalize_model_grads
-    config.no_sync_func = ddp.no_sync
+    config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
     config.timers = None
-    return Student(ddp, optimizer, scheduler)
+    return Student(chunks, optimizer, scheduler)

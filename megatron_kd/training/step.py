@@ -42,9 +42,10 @@ def train_step(
         RemoteRankError: another rank died.
     """
 
-    student.model.zero_grad_buffer()
+    for chunk in student.chunks:
+        chunk.zero_grad_buffer()
     student.optimizer.zero_grad()
-    sums = distillation.run(student.model, batches, seq_length=recipe.data.seq_length, forward_only=False)
+    sums = distillation.run(student.wrapped, batches, seq_length=recipe.data.seq_length, forward_only=False)
     lr = student.optimizer.param_groups[0]["lr"]
     updated, grad_norm, _ = student.optimizer.step()
     if grad_norm is not None and not math.isfinite(grad_norm):

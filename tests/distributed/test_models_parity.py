@@ -129,7 +129,14 @@ def errors(built: Any, model: ModelConfig, oracle: dict[str, Any], groups: Any) 
         return total, torch.tensor(1, dtype=torch.int), total.detach()
 
     run_schedule(
-        ddp, groups, range(len(tokens)), forward, seq_length=tokens.shape[1], micro_batch_size=1, forward_only=False
+        ddp,
+        groups,
+        range(len(tokens)),
+        forward,
+        number=len(tokens),
+        seq_length=tokens.shape[1],
+        micro_batch_size=1,
+        forward_only=False,
     )
     worst = 0.0
     # The schedule divided by the "tokens", one a row and rank; every data-parallel rank had the same rows.

@@ -59,7 +59,9 @@ def step(student: Any, groups: Any, model: ModelConfig) -> list[float]:
     student.model.zero_grad_buffer()
     student.optimizer.zero_grad()
     mine = list(rows[groups.dp_rank :: groups.dp_size])
-    run_schedule(student.model, groups, mine, forward, seq_length=SEQ, micro_batch_size=1, forward_only=False)
+    run_schedule(
+        student.model, groups, mine, forward, number=len(mine), seq_length=SEQ, micro_batch_size=1, forward_only=False
+    )
     _, norm, _ = student.optimizer.step()
     student.scheduler.step(increment=ROWS)
     student.iteration += 1
