@@ -33,7 +33,8 @@ class HostWeights:
             KDError: so much of the host's memory cannot be pinned.
         """
         kept = {id(parameter) for parameter in stay}
-        moved = [parameter for parameter in model.parameters() if id(parameter) not in kept and parameter.numel()]
+        # A head that was dropped is empty already.
+        moved = [p for p in model.parameters() if id(p) not in kept and p.untyped_storage().nbytes()]
         self._side = SideStream()
         self._buffers: list[Tensor] = []
         self._homes = self._move_out(moved)
