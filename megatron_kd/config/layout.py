@@ -57,11 +57,13 @@ class ParallelismConfig(Section):
         """Ranks that hold one copy of the model: tp·pp·cp."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
 
-    def problems(self, cluster: ClusterConfig, seq_length: int, models: Mapping[str, ModelConfig]) -> Iterator[str]:
-        """What is wrong with this layout; ``models`` maps the dotted key of each model to it."""
+    def problems(
+        self, cluster: ClusterConfig, seq_length: int, models: Mapping[str, ModelConfig], key: str = "parallelism"
+    ) -> Iterator[str]:
+        """What is wrong with this layout; ``models`` maps the dotted key of each model to it, ``key`` is its own."""
         if self.expert_tensor_parallel_size > 1:
             yield (
-                f"parallelism.expert_tensor_parallel_size {self.expert_tensor_parallel_size} is not available: "
+                f"{key}.expert_tensor_parallel_size {self.expert_tensor_parallel_size} is not available: "
                 "Megatron-Core splits no experts that have biases, as those of GPT-OSS; set it to 1"
             )
         tp, pp, cp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size, self.context_parallel_size
@@ -70,28 +72,28 @@ class ParallelismConfig(Section):
                 f"the world of {cluster.world_size} ranks (cluster.nodes {cluster.nodes} × cluster.gpus_per_node "
                 f"{cluster.gpus_per_node}) must be a multiple of tp·pp·cp = {tp}·{pp}·{cp} = "
                 f"{self.model_parallel_size} (the rest is dp): change cluster.gpus_per_node or "
-                "parallelism.tensor_model_parallel_size"
+                f"{key}.tensor_model_parallel_size"
             )
         if self.sequence_parallel and tp == 1:
             yield (
-                "parallelism.sequence_parallel needs parallelism.tensor_model_parallel_size above 1, not 1: "
+                f"{key}.sequence_parallel needs {key}.tensor_model_parallel_size above 1, not 1: "
                 "set sequence_parallel to false"
             )
-        yield from self._length_problems(seq_length)
+        yield from self._length_problems(seq_length, key)
         seen: list[dict[str, int]] = []
         for where, model in models.items():
             widths = _split_widths(model)
             if widths not in seen:  # a student cut from its teacher has the same widths: say it once
                 seen.append(widths)
-                yield from self._width_problems(where, model, widths)
+                yield from self._width_problems(where, model, widths, key)
             if model.num_layers % pp == 0 and where == "student.model":
                 yield from self._chunk_problems(model)
             if model.num_layers % pp:
                 yield (
-                    f"parallelism.pipeline_model_parallel_size {pp} must divide {where}.num_layers {model.num_layers} "
+                    f"{key}.pipeline_model_parallel_size {pp} must divide {where}.num_layers {model.num_layers} "
                     f"({model.name}): set it to one of {_divisors(model.num_layers)}"
                 )
-        yield from self._expert_problems(cluster, models)
+        yield from self._expert_problems(cluster, models, f"{key}.expert_model_parallel_size", key)
 
     @property
     def chunks(self) -> int:
@@ -112,23 +114,23 @@ class ParallelismConfig(Section):
                 f"latter to {fit}"
             )
 
-    def _length_problems(self, seq_length: int) -> Iterator[str]:
+    def _length_problems(self, seq_length: int, key: str) -> Iterator[str]:
         tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
         chunks, slices = (2 * cp if cp > 1 else 1), (tp * cp if self.sequence_parallel else 1)
         fits = lcm(chunks, slices)
         use = f"use {max(seq_length // fits, 1) * fits}"
         if seq_length % slices:
-            of = f"parallelism.tensor_model_parallel_size {tp}"
+            of = f"{key}.tensor_model_parallel_size {tp}"
             if cp > 1:
                 of += f" × context_parallel_size {cp} = {slices}"
             yield f"data.seq_length {seq_length} must be a multiple of {of} with sequence_parallel: {use}"
         if seq_length % chunks:
-            yield (
-                f"data.seq_length {seq_length} must be a multiple of 2 × parallelism.context_parallel_size {cp}: {use}"
-            )
+            yield (f"data.seq_length {seq_length} must be a multiple of 2 × {key}.context_parallel_size {cp}: {use}")
 
-    def _expert_problems(self, cluster: ClusterConfig, models: Mapping[str, ModelConfig]) -> Iterator[str]:
-        ep, key = self.expert_model_parallel_size, "parallelism.expert_model_parallel_size"
+    def _expert_problems(
+        self, cluster: ClusterConfig, models: Mapping[str, ModelConfig], key: str, section: str
+    ) -> Iterator[str]:
+        ep = self.expert_model_parallel_size
         with_experts = {where: model for where, model in models.items() if model.num_moe_experts is not None}
         if ep > 1 and not with_experts:
             yield f"{key} {ep} shares experts, but {' and '.join(models)} have none: set it to 1"
@@ -150,26 +152,26 @@ class ParallelismConfig(Section):
         if "student.model" in with_experts and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
             yield (
                 f"student.model {with_experts['student.model'].name!r} has experts, which Megatron-Core trains with "
-                f"parallelism.tensor_model_parallel_size {self.tensor_model_parallel_size} only together with "
-                "sequence parallelism: set parallelism.sequence_parallel to true"
+                f"{section}.tensor_model_parallel_size {self.tensor_model_parallel_size} only together with "
+                f"sequence parallelism: set {section}.sequence_parallel to true"
             )
 
-    def _width_problems(self, where: str, model: ModelConfig, widths: Mapping[str, int]) -> Iterator[str]:
+    def _width_problems(self, where: str, model: ModelConfig, widths: Mapping[str, int], key: str) -> Iterator[str]:
         tp, cp = self.tensor_model_parallel_size, self.context_parallel_size
         uneven = [f"{where}.{key} {width}" for key, width in widths.items() if width % tp]
         if uneven:
             yield (
-                f"parallelism.tensor_model_parallel_size {tp} must divide {' and '.join(uneven)} ({model.name}): "
+                f"{key}.tensor_model_parallel_size {tp} must divide {' and '.join(uneven)} ({model.name}): "
                 f"set it to one of {_divisors(gcd(*widths.values()))}"
             )
         if cp > 1 and model.family in SINK_FAMILIES and model.num_query_groups % (tp * cp):
             yield (
-                f"parallelism.tensor_model_parallel_size {tp} × context_parallel_size {cp} = {tp * cp} must divide "
+                f"{key}.tensor_model_parallel_size {tp} × context_parallel_size {cp} = {tp * cp} must divide "
                 f"{where}.num_query_groups {model.num_query_groups} ({model.name}), whose attention sinks context "
                 "parallelism splits along the heads: lower one of them"
             )
         if tp > model.vocab_size:
-            yield f"parallelism.tensor_model_parallel_size {tp} is more than {where}.vocab_size {model.vocab_size}"
+            yield f"{key}.tensor_model_parallel_size {tp} is more than {where}.vocab_size {model.vocab_size}"
 
 
 def _split_widths(model: ModelConfig) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from megatron_kd.config.base import PathString, Section
+from megatron_kd.config.layout import ParallelismConfig
 from megatron_kd.config.model import ModelConfig, Positive
 
 
@@ -68,6 +69,12 @@ class TeacherConfig(Section):
     targets: Literal["full", "top_k"]
     """What the teacher hands over: its whole distribution (online only, the default there) or its top_k."""
     capture: CaptureConfig = CaptureConfig()
+    parallelism: ParallelismConfig | None = None
+    """The teacher's own layout over the same ranks, online and in a capture; null: the recipe's parallelism. Online its
+    answers are then sent to the ranks of the student that need them, a global batch at a time."""
+    offload: bool = False
+    """Online only: between its passes the teacher's weights lie in the host's memory (pinned, each rank its shard), and
+    the device's is free for the student. The global batch is scored first, in one go."""
 
     @model_validator(mode="before")
     @classmethod
@@ -86,6 +93,11 @@ class TeacherConfig(Section):
             raise ValueError(
                 f"engine {self.engine!r} only captures, it cannot run within training steps: set teacher.engine to "
                 "'megatron', or teacher.mode to offline"
+            )
+        if self.mode == "offline" and self.offload:
+            raise ValueError(
+                "offload is set, but mode offline has no teacher in its steps: remove teacher.offload, or set mode to "
+                "online"
             )
         for engine, section in (("hf", self.hf), ("vllm", self.vllm)):
             if self.engine != engine and section != type(section)():

@@ -44,6 +44,13 @@ class Recipe(Section):
         """Ranks in all."""
         return self.cluster.world_size
 
+    def in_teacher_layout(self) -> Recipe:
+        """The recipe with the teacher's own layout, where it has one, in the place of the student's: for a capture."""
+        if self.teacher.parallelism is None:
+            return self
+        teacher = self.teacher.model_copy(update={"parallelism": None})
+        return self.model_copy(update={"parallelism": self.teacher.parallelism, "teacher": teacher})
+
     @property
     def data_parallel_size(self) -> int:
         """Copies of the model: world / (tp·pp·cp)."""
@@ -100,6 +107,12 @@ class Recipe(Section):
                     f"{model.max_position_embeddings} ({model.name}): shorten data.seq_length"
                 )
         yield from self.student.problems(self.teacher)
+        own, cut = self.teacher.parallelism, self.student.from_teacher
+        if own is not None:
+            teacher = {"teacher.model": models["teacher.model"]}
+            yield from own.problems(self.cluster, self.data.seq_length, teacher, "teacher.parallelism")
+            if cut is None or cut.num_moe_experts is None:  # else the teacher's router is measured in this layout
+                del models["teacher.model"]
         # An offline run never loads the teacher, but its capture does, with the same layout.
         yield from self.parallelism.problems(self.cluster, self.data.seq_length, models)
         yield from self.loss.problems(self.teacher)

@@ -23,10 +23,12 @@ from megatron_kd.device.process_group import (
     sum_over_ranks,
 )
 from megatron_kd.device.random_state import get_random_state, set_random_state
+from megatron_kd.device.side_stream import SideStream, pinned_exactly
 from megatron_kd.device.signals import StopOnSignal
 
 __all__ = [
     "KeptFaults",
+    "SideStream",
     "StopOnSignal",
     "any_rank",
     "current_device",
@@ -42,6 +44,7 @@ __all__ = [
     "lost_ranks_reported",
     "on_any_rank",
     "peak_memory_bytes",
+    "pinned_exactly",
     "reset_peak_memory",
     "select_device",
     "set_random_state",

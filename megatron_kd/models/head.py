@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from megatron_kd.config import ModelConfig
+from megatron_kd.device import current_device
+from megatron_kd.models.checkpoint_tensors import CheckpointWeights
+from megatron_kd.models.families import EMBEDDING, HEAD
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.parameters import Place
 
 
 def head_of(output_layer: Any, output_weight: Tensor | None) -> Tensor:
@@ -20,3 +27,16 @@ def head_of(output_layer: Any, output_weight: Tensor | None) -> Tensor:
 def vocab_start(weight: Tensor, groups: ParallelGroups) -> int:
     """The vocabulary row at which this rank's shard begins."""
     return groups.tp_rank * weight.shape[0]
+
+
+def read_head(path: Path, model: ModelConfig, groups: ParallelGroups, dtype: torch.dtype) -> Tensor:
+    """This rank's shard [Vl, D] of a checkpoint's head, on the device, without the model. No collective.
+
+    The whole head passes through the host's memory.
+
+    Raises:
+        CheckpointError: missing, damaged, or of another model.
+    """
+    place = Place(HEAD if model.untie_embeddings_and_output_weights else EMBEDDING)
+    whole = CheckpointWeights(path).megatron(place)[: model.vocab_size]
+    return place.shard(whole, model, groups).to(current_device(), dtype)

@@ -97,6 +97,19 @@ def init_model_parallel(
     Raises:
         LaunchError: the number of ranks is not a multiple of the model-parallel size.
     """
+    if not parallel_state.model_parallel_is_initialized():
+        make_groups(parallelism, timeout)
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
+    return current_groups(parallelism)
+
+
+def make_groups(parallelism: ParallelismConfig, timeout: timedelta) -> None:
+    """Lets Megatron-Core make its groups, where it has none yet. Collective over the default process group.
+
+    Raises:
+        LaunchError: the number of ranks is not a multiple of the model-parallel size.
+    """
     world = dist.get_world_size()
     tp, pp, cp = (
         parallelism.tensor_model_parallel_size,
@@ -114,17 +127,23 @@ def init_model_parallel(
             f"{world} ranks were started, but expert_model_parallel_size × expert_tensor_parallel_size × "
             f"pipeline_model_parallel_size = {expert} must divide them"
         )
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=tp,
-            pipeline_model_parallel_size=pp,
-            context_parallel_size=cp,
-            expert_model_parallel_size=parallelism.expert_model_parallel_size,
-            expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
-            distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
-        )
-    torch.manual_seed(seed)
-    model_parallel_cuda_manual_seed(seed)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tp,
+        pipeline_model_parallel_size=pp,
+        context_parallel_size=cp,
+        expert_model_parallel_size=parallelism.expert_model_parallel_size,
+        expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
+        distributed_timeout_minutes=max(1, int(timeout.total_seconds() // 60)),
+    )
+
+
+def current_groups(parallelism: ParallelismConfig) -> ParallelGroups:
+    """The groups that Megatron-Core has made for a layout, as this rank stands in them."""
+    tp, pp, cp = (
+        parallelism.tensor_model_parallel_size,
+        parallelism.pipeline_model_parallel_size,
+        parallelism.context_parallel_size,
+    )
     return ParallelGroups(
         collection=ProcessGroupCollection.use_mpu_process_groups(),
         tp_group=parallel_state.get_tensor_model_parallel_group() if tp > 1 else None,

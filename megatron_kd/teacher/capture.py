@@ -68,7 +68,7 @@ class CaptureReport:
 
 
 def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_progress: bool = True) -> CaptureReport:
-    """Runs the job on this rank. Collective over all ranks of the recipe.
+    """Runs the job on this rank, in the teacher's own layout where it has one. Collective over all ranks of the recipe.
 
     SIGTERM, SIGUSR1 and Ctrl-C end it after the micro batch; shards whose rows are all scored are still committed.
 
@@ -84,6 +84,7 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
     """
     if recipe.teacher.cache is None:
         raise ConfigError("teacher.cache is not set: name the folder the captured targets go to")
+    recipe = recipe.in_teacher_layout()
     groups = join_ranks(recipe)
     with fail_together("looking at teacher.cache"):
         cache_exists(

@@ -1,4 +1,4 @@
-"""The teacher as a Megatron-Core model, in the same parallel layout as the student.
+"""The teacher as a Megatron-Core model.
 
 b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the head on this rank.
 """
@@ -20,6 +20,7 @@ from megatron_kd.models.checkpoint import load_weights, read_note
 from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.schedule import run_schedule
+from megatron_kd.models.transformer_config import params_dtype
 from megatron_kd.teacher.rows import joined, of_whole_rows, padded
 from megatron_kd.teacher.topk import ExtractedTopK, extract_top_k
 
@@ -56,6 +57,39 @@ class MegatronTeacher:
         path = Path(recipe.teacher.checkpoint)
         load_weights(self.model, recipe.teacher.model, path)
         self._note = read_note(path)
+
+    @property
+    def head(self) -> Tensor | None:
+        """This rank's shard of the head, a parameter of the model; None on a stage before the last."""
+        if not self._groups.is_last_stage:
+            return None
+        shared = self.model.share_embeddings_and_output_weights
+        weight: Tensor = self.model.shared_embedding_or_output_weight() if shared else self.model.output_layer.weight
+        return weight
+
+    def drop_head(self) -> None:
+        """Gives back the memory of a head that nobody will ask for: only hidden states are wanted. No collective.
+
+        A head that is the embedding of this rank's own first stage stays.
+        """
+        tied = self.model.share_embeddings_and_output_weights and self._groups.is_first_stage
+        if self.head is not None and not tied:
+            self.head.untyped_storage().resize_(0)
+
+    @property
+    def hidden_size(self) -> int:
+        """D."""
+        return self._teacher.model.hidden_size
+
+    @property
+    def top_k_size(self) -> int:
+        """K."""
+        return self._teacher.top_k
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """That of hidden states."""
+        return params_dtype(self._precision)
 
     def identity(self) -> dict[str, Any]:
         """What decides this teacher's answers; kept in every cache it writes. The layout is no part of it."""

@@ -22,8 +22,8 @@ from megatron_kd.errors import ConfigError
 from megatron_kd.losses import IMPLEMENTATIONS, DivergenceOutput
 from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.models.schedule import run_schedule
-from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.models.schedule import micro_batches_together, run_schedule
+from megatron_kd.teacher.online import Answer, OnlineTeacher
 from megatron_kd.training.sums import TokenSums
 
 
@@ -47,7 +47,7 @@ class StepContext:
 class Distillation:
     """The loss of a recipe, ready to be handed to ``GPTModel.forward``; collective over the ranks of the model."""
 
-    def __init__(self, recipe: Recipe, groups: ParallelGroups, teacher: MegatronTeacher | None) -> None:
+    def __init__(self, recipe: Recipe, groups: ParallelGroups, teacher: OnlineTeacher | None) -> None:
         """``teacher``: needed online. Raises ConfigError where the recipe is online and there is none."""
         if recipe.teacher.mode == "online" and teacher is None:
             raise ConfigError("teacher.mode is online, but no teacher was built")
@@ -64,6 +64,10 @@ class Distillation:
             "bucket",
             1.0,
         )
+        # A teacher that is asked at once is asked for a step's worth, in evaluation as well.
+        self.batches_together = micro_batches_together(groups)
+        if self._teacher is not None and self._teacher.at_once:
+            self.batches_together = max(self.batches_together, recipe.num_microbatches)
         self._method = IMPLEMENTATIONS[recipe.loss.implementation]
 
     def run(
@@ -78,7 +82,8 @@ class Distillation:
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
-        Where experts are spread over ranks, those must all call this, with as many micro batches.
+        Where experts are spread over ranks, those must all call this, with as many micro batches; and all ranks where
+        an online teacher has its own layout.
 
         Args:
             module: the student, or what wraps it for training; interleaved stages as ``Chunks``.
@@ -93,8 +98,8 @@ class Distillation:
         """
         ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
         contexts: Iterable[StepContext] = self._contexts(batches, mode or self._loss.mode, ce_weight)
-        if self._teacher is not None and self._groups.pp_size > 1:
-            # Its stages wait for each other as well: it is through with all of them before the student begins.
+        if self._teacher is not None and self._teacher.at_once:
+            # Its ranks wait for each other as well: it is through with all of them before the student begins.
             contexts = list(contexts)
 
         def forward(student: torch.nn.Module, context: StepContext) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -121,9 +126,9 @@ class Distillation:
     def _contexts(self, batches: Sequence[Batch], mode: str, ce_weight: float) -> Iterator[StepContext]:
         """What each pass of the student needs, made when it is asked for: as few as possible are in memory.
 
-        Through the stages of a pipeline an online teacher's micro batches go together, or each would wait for the last.
+        An online teacher that is to be asked at once, as through the stages of a pipeline, gets them all together.
         """
-        together = len(batches) if self._groups.pp_size > 1 and self._teacher is not None else 1
+        together = len(batches) if self._teacher is not None and self._teacher.at_once else 1
         for portion in batched(batches, together):
             on_device = [batch.to(current_device()) for batch in portion]
             yield from (StepContext(batch, states, mode, ce_weight) for batch, states in self._ask(on_device))
@@ -133,19 +138,17 @@ class Distillation:
 
         As they are where there is no such teacher, and before the last stage, where nobody looks at targets.
         """
-        tokens = [batch.tokens for batch in batches]
-        documents = [batch.documents for batch in batches if batch.documents is not None] or None
-        if self._teacher is not None and self._full:
-            states = self._teacher.hidden_states(tokens, documents)
-            if states:
-                return zip(batches, states, strict=True)
-        elif self._teacher is not None:
-            answers = self._teacher.top_k_of(tokens, documents)
-            for answer in answers if self._folds else ():
-                answer.targets.fold_beyond(self.vocab_size)
-            if answers:
-                batches = [replace(batch, targets=a.targets) for batch, a in zip(batches, answers, strict=True)]
+        answers = [] if self._teacher is None else self._teacher.answers(batches)
+        if answers:
+            return [self._answered(batch, answer) for batch, answer in zip(batches, answers, strict=True)]
         return ((batch, None) for batch in batches)
+
+    def _answered(self, batch: Batch, answer: Answer) -> tuple[Batch, tuple[Tensor, Tensor] | None]:
+        if isinstance(answer, tuple):
+            return batch, answer
+        if self._folds:
+            answer.fold_beyond(self.vocab_size)
+        return replace(batch, targets=answer), None
 
     def __call__(
         self,

@@ -22,7 +22,6 @@ from megatron_kd.device import current_device, fail_together, lost_ranks_reporte
 from megatron_kd.errors import DataError
 from megatron_kd.files import write_json
 from megatron_kd.models.parallel import ParallelGroups
-from megatron_kd.models.schedule import micro_batches_together
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
 from megatron_kd.training.distill import Distillation
@@ -85,7 +84,7 @@ def evaluate_model(
         Prefetcher(portions, rows.read, 2 * num_workers, num_workers) as ahead,
         progress("evaluate", len(portions), unit="batches", enabled=show_progress and groups.is_first_rank) as advance,
     ):
-        for together in batched(portions, micro_batches_together(groups)):
+        for together in batched(portions, distillation.batches_together):
             with fail_together("reading the held-out rows"):
                 batches = [next(ahead) for _ in together]
             parts += distillation.run(
@@ -147,11 +146,15 @@ def read_evaluation(run_dir: Path, iteration: int, recipe: Recipe) -> dict[str, 
 
 
 def _measure_of(recipe: Recipe) -> str:
-    """A hash of all settings that decide an evaluation: data, models, loss (not how rows are read ahead or in how much
-    memory the loss is computed)."""
+    """A hash of all settings that decide an evaluation: data, models, loss (not how rows are read ahead, in how much
+    memory the loss is computed, or where the teacher's weights lie)."""
     decisive = recipe.model_dump(
         mode="json",
         include={"data", "teacher", "student", "loss", "seed"},
-        exclude={"loss": {"mode", "chunk_mib", "gradient_mib"}, "data": {"prefetch_batches", "num_workers"}},
+        exclude={
+            "loss": {"mode", "chunk_mib", "gradient_mib"},
+            "teacher": {"parallelism", "offload"},
+            "data": {"prefetch_batches", "num_workers"},
+        },
     )
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

@@ -19,7 +19,7 @@ from megatron_kd.models.checkpoint import read_note
 from megatron_kd.models.launch import join_ranks
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.teacher.capture_cache import check_samples
-from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.teacher.online import OnlineTeacher
 from megatron_kd.training.distill import Distillation
 from megatron_kd.training.evaluate import SPLIT
 
@@ -86,7 +86,7 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
             for read in (rows, samples.splits.get(SPLIT, range(0))):
                 evaluation_cached.check_rows(share(read, rank, ranks))
     needs_teacher = online and not (for_evaluation and evaluation_cached is not None)
-    teacher = MegatronTeacher(recipe, groups) if needs_teacher else None
+    teacher = OnlineTeacher(recipe, groups) if needs_teacher else None
     offline_view = Distillation(as_offline(recipe), groups, None)
     distillation = Distillation(recipe, groups, teacher) if teacher is not None or not online else offline_view
     evaluation = offline_view if evaluation_cached is not None else distillation
@@ -95,7 +95,7 @@ def open_session(recipe: Recipe, *, for_evaluation: bool = False) -> Session:
 
 def as_offline(recipe: Recipe) -> Recipe:
     """The same recipe with its targets from the cache."""
-    teacher = recipe.teacher.model_copy(update={"mode": "offline", "targets": "top_k"})
+    teacher = recipe.teacher.model_copy(update={"mode": "offline", "targets": "top_k", "offload": False})
     return recipe.model_copy(update={"teacher": teacher})
 
 
