@@ -1,6 +1,13 @@
 """The only place that knows whether a CUDA device exists."""
 
 from megatron_kd.device.faults import KeptFaults
+from megatron_kd.device.heartbeats import Heartbeats
+from megatron_kd.device.out_of_memory import (
+    dump_memory_snapshot,
+    is_out_of_memory,
+    memory_figures,
+    record_memory_history,
+)
 from megatron_kd.device.platform import (
     current_device,
     describe_hardware,
@@ -26,12 +33,14 @@ from megatron_kd.device.random_state import get_random_state, set_random_state
 from megatron_kd.device.signals import StopOnSignal
 
 __all__ = [
+    "Heartbeats",
     "KeptFaults",
     "StopOnSignal",
     "any_rank",
     "current_device",
     "describe_hardware",
     "destroy_distributed",
+    "dump_memory_snapshot",
     "fail_together",
     "first_rank_tells",
     "gather_arrays",
@@ -39,9 +48,12 @@ __all__ = [
     "host_buffer",
     "init_distributed",
     "is_cuda",
+    "is_out_of_memory",
     "lost_ranks_reported",
+    "memory_figures",
     "on_any_rank",
     "peak_memory_bytes",
+    "record_memory_history",
     "reset_peak_memory",
     "select_device",
     "set_random_state",

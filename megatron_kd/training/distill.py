@@ -75,6 +75,7 @@ class Distillation:
         forward_only: bool,
         mode: str | None = None,
         ce_weight: float | None = None,
+        on_micro_batch: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
@@ -87,6 +88,7 @@ class Distillation:
             forward_only: no gradients.
             mode: of the loss; None: the recipe's.
             ce_weight: None: the recipe's.
+            on_micro_batch: called before each; a sign of life.
 
         Returns:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
@@ -98,6 +100,7 @@ class Distillation:
             contexts = iter(list(contexts))
 
         def forward(student: torch.nn.Module, _: int) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            on_micro_batch()
             context = next(contexts)
             output = student(
                 context.batch.tokens,

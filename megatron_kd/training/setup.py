@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_kd.config import Recipe
@@ -16,6 +16,9 @@ from megatron_kd.models.checkpoint import load_weights
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.transformer_config import params_dtype
 from megatron_kd.training.from_teacher import load_from_teacher
+from megatron_kd.training.guard import Guard
+from megatron_kd.training.guarded_optimizer import GuardedOptimizer
+from megatron_kd.training.phases import Phases
 
 
 @dataclass
@@ -23,17 +26,21 @@ class Student:
     """What a training step changes, and how far it has come.
 
     Attributes:
-        iteration: optimizer steps done.
+        iteration: steps done, those that were skipped included.
         consumed_samples: rows drawn since the beginning.
-        tokens: unmasked tokens trained on since the beginning.
+        tokens: unmasked tokens of these steps.
+        guard: what decides which steps are skipped.
+        phases: what is being done with it.
     """
 
     model: DistributedDataParallel
-    optimizer: MegatronOptimizer
+    optimizer: GuardedOptimizer
     scheduler: OptimizerParamScheduler
     iteration: int = 0
     consumed_samples: int = 0
     tokens: int = 0
+    guard: Guard = field(default_factory=Guard)
+    phases: Phases = field(default_factory=Phases)
 
 
 def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool = True) -> GPTModel:
@@ -115,4 +122,4 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = ddp.no_sync
     config.timers = None
-    return Student(ddp, optimizer, scheduler)
+    return Student(ddp, GuardedOptimizer(optimizer), scheduler)
