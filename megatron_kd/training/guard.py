@@ -83,7 +83,7 @@ class Guard:
         """
         if policy.on_nonfinite == "stop" and not fault.finite:
             raise DivergedError(
-                f"{where}: {fault.reason}; the step was not taken and the weights before it are kept: look at these rows, "
+                f"{where}: {fault.reason}; the step was not taken, the weights before it are kept: look at its rows, "
                 "lower optimizer.lr, or set training.on_nonfinite=skip to go on without them"
             )
         if self.skipped_in_a_row >= policy.max_skipped_steps:
