@@ -36,6 +36,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is not, or no longer, what was written: another one of the same run may do."""
 
 
+class MemoryExhaustedError(KDError):
+    """A device or a host without memory for what a recipe asks of it."""
+
+
 class LaunchError(KDError):
     """A command started with another number of ranks than its recipe needs."""
 

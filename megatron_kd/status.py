@@ -33,6 +33,11 @@ class JobStatus:
         if self.begun:
             self._write("running")
 
+    def fails(self) -> None:
+        """The process is about to end without leaving this."""
+        if self.begun:
+            self._write("failed")
+
     def ends(self, *, finished: bool) -> None:
         """How the job will have ended when this is left without an error."""
         self._ended = finished

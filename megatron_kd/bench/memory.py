@@ -10,19 +10,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_kd.device.out_of_memory import is_out_of_memory
 from megatron_kd.device.platform import CPU_NAME
 
-# What torch and the CUDA libraries say when an allocation fails without an OutOfMemoryError of its own.
-_SAYINGS = ("defaultcpuallocator", "out of memory", "cublas_status_alloc_failed")
+__all__ = ["bounded_host_memory", "free_host_bytes", "is_out_of_memory", "pool_growths", "release_memory"]
+
 # Of the memory that is free at the start, the share that is left to other processes.
 _RESERVE = 0.1
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that the device or the host had no memory left."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(saying in str(error).lower() for saying in _SAYINGS)
 
 
 def release_memory(place: torch.device) -> None:

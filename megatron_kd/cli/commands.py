@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from megatron_kd import __version__
-from megatron_kd.cli.options import Json, Overrides, RecipeArgument, app, convert_app, refuse_wrong_world
+from megatron_kd.cli.options import Best, Json, Overrides, RecipeArgument, app, convert_app, refuse_wrong_world
 from megatron_kd.console import (
     describe_os_error,
     is_first_rank,
@@ -119,6 +119,7 @@ def convert_export(
     tokenizer: Annotated[
         Path | None, typer.Option(help="Hugging Face folder, instead of the checkpoint's own tokenizer.")
     ] = None,
+    best: Best = False,
     json_: Json = False,
 ) -> None:
     """Export weights to Hugging Face.
@@ -141,6 +142,7 @@ def convert_export(
             max_shard_bytes=parse_size(max_shard_size),
             dtype=parse_dtype(dtype),
             tokenizer=tokenizer,
+            best=best,
         )
     print_figures(
         report.to_dict(),
@@ -259,7 +261,7 @@ def train(recipe: RecipeArgument, overrides: Overrides = None, json_: Json = Fal
 
     with writing_to(loaded.run_dir):
         report = run(loaded)
-    state = "finished" if report.finished else "stopped, start it again to go on"
+    state = report.reason or ("finished" if report.finished else "stopped, start it again to go on")
     print_figures(report.to_dict(), json_, f"{report.run_dir}: iteration {report.iteration}, {state}")
 
 
@@ -272,6 +274,7 @@ def evaluate(
         ),
     ],
     overrides: Overrides = None,
+    best: Best = False,
     json_: Json = False,
 ) -> None:
     """Measure a student on the held-out rows.
@@ -285,13 +288,15 @@ def evaluate(
 
     if run.is_dir() and not (run / "recipe.yaml").exists():
         raise ConfigError(f"{run} is no run directory: it has no recipe.yaml")
+    if best and not run.is_dir():
+        raise ConfigError(f"--best is for a run directory, and {run} is a recipe: leave it out")
     loaded = load_recipe(run / "recipe.yaml" if run.is_dir() else run, overrides or [])
     refuse_wrong_world(loaded)
     quiet_libraries()
     from megatron_kd.training.evaluation_job import evaluate as job
 
     of_run = run.is_dir()
-    result = job(loaded, run if of_run else None, keep=not (of_run and overrides))
+    result = job(loaded, run if of_run else None, keep=not (of_run and overrides), best=best)
     lines = [f"{name:22} {value:.6g}" for name, value in result.items()]
     print_figures(result, json_, "\n".join(lines))
 

@@ -29,6 +29,9 @@ RecipeArgument = Annotated[Path, typer.Argument(metavar="RECIPE", help="A recipe
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Override keys of the recipe: optimizer.lr=1e-5")
 ]
+Best = Annotated[
+    bool, typer.Option("--best", help="Of a run, the checkpoint with the lowest eval/kd instead of the newest.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the figures as JSON alone on standard output.")]
 
 

@@ -11,6 +11,7 @@ from megatron_kd.config.roles import CaptureConfig, FromTeacherConfig, HFEngineC
 from megatron_kd.config.schema import Recipe
 from megatron_kd.config.training import (
     CheckpointConfig,
+    EarlyStoppingConfig,
     LoggingConfig,
     OptimizerConfig,
     TrainingConfig,
@@ -24,6 +25,7 @@ __all__ = [
     "ClusterConfig",
     "CorpusConfig",
     "DataConfig",
+    "EarlyStoppingConfig",
     "FromTeacherConfig",
     "HFEngineConfig",
     "LoggingConfig",

@@ -13,6 +13,16 @@ from megatron_kd.config.model import ModelConfig, Positive
 from megatron_kd.config.recompute import RecomputeModule, recompute_problems, with_recompute_defaults
 
 NonNegative = Annotated[int, Field(ge=0)]
+Minutes = Annotated[float, Field(gt=0, le=10080)]
+
+
+class EarlyStoppingConfig(Section):
+    """When a run ends before training.train_iters: the student no longer gets closer to its teacher."""
+
+    patience: Positive
+    """Evaluations (of training.eval_interval) without a better eval/kd after which the run saves and is finished."""
+    min_delta: Annotated[float, Field(ge=0)] = 0.0
+    """An evaluation is better if its eval/kd is lower by more than this, in nats."""
 
 
 class TrainingConfig(Section):
@@ -30,6 +40,26 @@ class TrainingConfig(Section):
     """Evaluate on the held-out split every so many steps; 0: never during training."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each rank; null: chosen from the machine."""
+
+    on_nonfinite: Literal["skip", "stop"] = "stop"
+    """A step whose loss or gradient is NaN or infinite is never taken; after it, go on with the next rows (skip), or
+    save and end (stop)."""
+    loss_spike_factor: Annotated[float, Field(gt=1)] | None = None
+    """A step whose loss is more than so many times the median of the last loss_spike_window steps is skipped; null:
+    none is."""
+    loss_spike_window: Annotated[int, Field(ge=2, le=1000)] = 32
+    """Steps taken that a loss is compared with; before there are so many, none is a spike."""
+    max_skipped_steps: NonNegative = 10
+    """So many steps may be skipped in a row; at one more the run saves and ends."""
+    early_stopping: EarlyStoppingConfig | None = None
+    """End on eval/kd, and keep the best checkpoint beside the newest; null: train all of train_iters."""
+    memory_snapshot: bool = False
+    """Record every allocation on a GPU and write logs/memory_rank_N.pickle where memory runs out; costs some time."""
+    distributed_timeout_minutes: Minutes = 10.0
+    """How long a collective may take before it is an error on all ranks."""
+    hang_timeout_minutes: Minutes | None = 30.0
+    """A rank that gets nothing done for so long (no micro batch, no step; four times as long while it starts, loads or
+    saves) writes its stacks to its log and ends itself, and with it the job; null: it waits for ever."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """What the student's backward pass computes again instead of keeping it: whole layers (full: the least memory), or
@@ -67,6 +97,11 @@ class TrainingConfig(Section):
                 f"parallelism.pipeline_model_parallel_size {pp}, but training.global_batch_size "
                 f"{self.global_batch_size} makes {microbatches} of them on each data-parallel rank: use "
                 f"{max(round(self.global_batch_size / rows), 1) * rows}, or set the former to null"
+            )
+        if self.early_stopping is not None and self.eval_interval == 0:
+            yield (
+                "training.early_stopping looks at the evaluations of training.eval_interval, which is 0: set "
+                "eval_interval, or early_stopping to null"
             )
         yield from recompute_problems(self, cluster, parallelism, student)
 

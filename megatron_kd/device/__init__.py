@@ -1,6 +1,13 @@
 """The only place that knows whether a CUDA device exists."""
 
 from megatron_kd.device.faults import KeptFaults
+from megatron_kd.device.heartbeats import Heartbeats
+from megatron_kd.device.out_of_memory import (
+    dump_memory_snapshot,
+    is_out_of_memory,
+    memory_figures,
+    record_memory_history,
+)
 from megatron_kd.device.platform import (
     current_device,
     describe_hardware,
@@ -27,6 +34,7 @@ from megatron_kd.device.side_stream import SideStream, pinned_exactly
 from megatron_kd.device.signals import StopOnSignal
 
 __all__ = [
+    "Heartbeats",
     "KeptFaults",
     "SideStream",
     "StopOnSignal",
@@ -34,6 +42,7 @@ __all__ = [
     "current_device",
     "describe_hardware",
     "destroy_distributed",
+    "dump_memory_snapshot",
     "fail_together",
     "first_rank_tells",
     "gather_arrays",
@@ -41,10 +50,13 @@ __all__ = [
     "host_buffer",
     "init_distributed",
     "is_cuda",
+    "is_out_of_memory",
     "lost_ranks_reported",
+    "memory_figures",
     "on_any_rank",
     "peak_memory_bytes",
     "pinned_exactly",
+    "record_memory_history",
     "reset_peak_memory",
     "select_device",
     "set_random_state",

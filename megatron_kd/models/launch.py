@@ -34,7 +34,7 @@ def set_threads(recipe: Recipe) -> None:
         torch.set_num_threads(threads)
 
 
-def join_ranks(recipe: Recipe, timeout: timedelta = timedelta(minutes=10)) -> ParallelGroups:
+def join_ranks(recipe: Recipe) -> ParallelGroups:
     """Makes this process one rank of the recipe's layout: device, threads, process groups, seeds. Collective.
 
     Raises:
@@ -44,5 +44,6 @@ def join_ranks(recipe: Recipe, timeout: timedelta = timedelta(minutes=10)) -> Pa
     check_world_size(recipe, sys.argv[1:])
     select_device(recipe.cluster.gpu)
     set_threads(recipe)
+    timeout = timedelta(minutes=recipe.training.distributed_timeout_minutes)
     init_distributed(timeout)
     return init_model_parallel(recipe.parallelism, recipe.seed, timeout)

@@ -33,6 +33,7 @@ from megatron_kd.models.checkpoint import (
 )
 from megatron_kd.models.checkpoint_files import describe_files
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.training.guard import Guard
 from megatron_kd.training.setup import Student
 
 PROGRESS_NOTE = "progress.json"
@@ -87,8 +88,18 @@ def _sharded_state(student: Student, *, is_loading: bool, same_layout: bool) -> 
     return state
 
 
-def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, keep: int) -> Path:
-    """Saves and publishes, then removes all but the newest ``keep``. Collective; one iteration is saved once.
+def save_checkpoint(
+    student: Student,
+    model: ModelConfig,
+    groups: ParallelGroups,
+    run_dir: Path,
+    keep: int,
+    best: Path | None = None,
+) -> Path:
+    """Saves and publishes, then removes all but the newest ``keep`` and ``best``. Collective; saves an iteration once.
+
+    Args:
+        best: as the first rank sees it.
 
     Raises:
         CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
@@ -106,6 +117,7 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
         "iteration": student.iteration,
         "consumed_samples": student.consumed_samples,
         "tokens": student.tokens,
+        **student.guard.state(),
         **_layout(groups),
     }
     with fail_together(f"saving {path}"):
@@ -115,13 +127,15 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     publish_directory(partial, path)
     with fail_together(f"removing old checkpoints of {run_dir}"):
         if dist.get_rank() == 0:
-            _prune(run_dir, keep)
+            _prune(run_dir, keep, best)
     return path
 
 
-def _prune(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints, and what killed processes left of saves and removals."""
+def _prune(run_dir: Path, keep: int, best: Path | None = None) -> None:
+    """Removes all but the newest ``keep`` checkpoints and ``best``, and what killed saves and removals have left."""
     for _, old in list_checkpoints(run_dir)[:-keep]:
+        if old == best:
+            continue
         # Out of sight first: a removal that is interrupted must not leave a checkpoint that looks whole.
         old.rename(old.with_name(f".{old.name}{_REMOVED}"))
     for left in (run_dir / "checkpoints").iterdir():
@@ -152,6 +166,7 @@ def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     student.iteration = progress["iteration"]
     student.consumed_samples = progress["consumed_samples"]
     student.tokens = progress["tokens"]
+    student.guard = Guard.of(progress)
 
 
 def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
@@ -170,11 +185,11 @@ def _load_optimizer(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None
         group.update(own)
 
 
-def read_progress(path: Path) -> dict[str, int]:
-    """Iteration, consumed samples, tokens and layout of a checkpoint. Raises DamagedCheckpointError if it is none."""
+def read_progress(path: Path) -> dict[str, Any]:
+    """Iteration, consumed samples, tokens, layout and guard of a checkpoint. Raises DamagedCheckpointError."""
     what = f"{path} has no readable {PROGRESS_NOTE}: not a checkpoint of a training run"
     try:
-        progress: dict[str, int] = json.loads((path / PROGRESS_NOTE).read_text())
+        progress: dict[str, Any] = json.loads((path / PROGRESS_NOTE).read_text())
     except (FileNotFoundError, ValueError) as error:
         raise DamagedCheckpointError(what) from error
     if not isinstance(progress, dict) or not {"iteration", "consumed_samples", "tokens"} <= progress.keys():

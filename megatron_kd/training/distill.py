@@ -79,6 +79,7 @@ class Distillation:
         forward_only: bool,
         mode: str | None = None,
         ce_weight: float | None = None,
+        on_micro_batch: Callable[[], None] = lambda: None,
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
@@ -92,6 +93,7 @@ class Distillation:
             forward_only: no gradients.
             mode: of the loss; None: the recipe's.
             ce_weight: None: the recipe's.
+            on_micro_batch: called before each; a sign of life.
 
         Returns:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
@@ -103,6 +105,7 @@ class Distillation:
             contexts = list(contexts)
 
         def forward(student: torch.nn.Module, context: StepContext) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            on_micro_batch()
             output = student(
                 context.batch.tokens,
                 context.batch.positions,

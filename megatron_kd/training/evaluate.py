@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Callable
 from itertools import batched
 from pathlib import Path
 from typing import Any
@@ -47,11 +48,13 @@ def evaluate_model(
     *,
     num_workers: int = 1,
     show_progress: bool = False,
+    on_micro_batch: Callable[[], None] = lambda: None,
 ) -> dict[str, float]:
     """Means over the unmasked tokens of the held-out split. Collective over all ranks.
 
     Args:
         num_workers: threads that read ahead.
+        on_micro_batch: called before each; a sign of life.
 
     Returns:
         eval/kd (the recipe's divergence per token, over the top K and its tail, or over the whole vocabulary where the
@@ -88,7 +91,13 @@ def evaluate_model(
             with fail_together("reading the held-out rows"):
                 batches = [next(ahead) for _ in together]
             parts += distillation.run(
-                model, batches, seq_length=samples.seq_length, forward_only=True, mode="no_grad", ce_weight=_BOTH
+                model,
+                batches,
+                seq_length=samples.seq_length,
+                forward_only=True,
+                mode="no_grad",
+                ce_weight=_BOTH,
+                on_micro_batch=on_micro_batch,
             )
             for batch in batches:
                 if unigram is not None and batch.targets is not None:

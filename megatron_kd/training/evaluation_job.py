@@ -7,10 +7,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_kd.config import Recipe
-from megatron_kd.device import fail_together
+from megatron_kd.device import fail_together, first_rank_tells
 from megatron_kd.errors import CheckpointError
 from megatron_kd.models.checkpoint import load_weights
 from megatron_kd.training.checkpoint import read_progress
+from megatron_kd.training.early_stopping import find_best
 from megatron_kd.training.evaluate import evaluate_model, write_evaluation
 from megatron_kd.training.resume import newest_checkpoint
 from megatron_kd.training.run_directory import has_begun
@@ -19,16 +20,17 @@ from megatron_kd.training.setup import build_student
 
 
 def evaluate(
-    recipe: Recipe, run_dir: Path | None, *, keep: bool = True, show_progress: bool = True
+    recipe: Recipe, run_dir: Path | None, *, keep: bool = True, best: bool = False, show_progress: bool = True
 ) -> dict[str, float]:
     """Evaluates on this rank and keeps the result in the run directory. Collective over all ranks.
 
     Args:
         run_dir: evaluates its newest checkpoint; None evaluates what the recipe starts with, as iteration 0.
+        best: the checkpoint with the lowest eval/kd so far instead of the newest.
         keep: False where the recipe is not the run's own: its figures must not pass for those of the run.
 
     Raises:
-        CheckpointError: the run has no checkpoint yet.
+        CheckpointError: the run has no checkpoint yet, or none that was evaluated.
     """
     session = open_session(recipe, for_evaluation=True)
     if run_dir is None:
@@ -37,7 +39,8 @@ def evaluate(
         student = build_student(recipe, session.groups)
         place = {"iteration": 0, "tokens": 0}
     else:
-        saved = newest_checkpoint(run_dir)
+        run = run_dir
+        saved = first_rank_tells("looking for the best", lambda: find_best(run)) if best else newest_checkpoint(run)
         with fail_together(f"looking into {run_dir}"):
             if saved is None:
                 raise CheckpointError(f"{run_dir} has no checkpoint: train it first, or evaluate its recipe")

@@ -19,6 +19,7 @@ from megatron_kd.models.export import ExportReport, export_weights
 from megatron_kd.models.hf_files import CONFIG
 from megatron_kd.models.hf_source import resolve_source
 from megatron_kd.training.checkpoint import list_checkpoints
+from megatron_kd.training.early_stopping import find_best
 
 RECIPE = "recipe.yaml"
 
@@ -32,17 +33,18 @@ class Origin:
     kept_from: Path | None
 
 
-def find_origin(source: Path, tokenizer: Path | None = None) -> Origin:
+def find_origin(source: Path, tokenizer: Path | None = None, *, best: bool = False) -> Origin:
     """Looks behind a path: an imported checkpoint, a training checkpoint, or a run directory (its newest checkpoint).
 
     A training checkpoint has the tokenizer and the configuration of the models that its run's recipe names.
 
     Args:
         tokenizer: taken instead of the one that belongs to the checkpoint.
+        best: of a run, the checkpoint with the lowest eval/kd instead of the newest.
 
     Raises:
-        CheckpointError: there is no checkpoint.
-        ConfigError: its tokenizer is not found.
+        CheckpointError: there is no checkpoint, or none that was evaluated.
+        ConfigError: the best of what is no run; or its tokenizer is not found.
     """
     if not source.exists():
         raise CheckpointError(f"no checkpoint at {source}: correct the path")
@@ -51,7 +53,9 @@ def find_origin(source: Path, tokenizer: Path | None = None) -> Origin:
         saved = list_checkpoints(run)
         if not saved:
             raise CheckpointError(f"the run {run} has no checkpoint yet: train it, or name a checkpoint")
-        source = saved[-1][1]
+        source = find_best(run) if best else saved[-1][1]
+    elif best:
+        raise ConfigError(f"--best is for a run directory, and {source} is none: leave it out")
     elif source.parent.name == "checkpoints" and (source.parent.parent / RECIPE).exists():
         run = source.parent.parent
     if run is None:
@@ -84,6 +88,7 @@ def export(
     max_shard_bytes: int,
     dtype: torch.dtype | None = None,
     tokenizer: Path | None = None,
+    best: bool = False,
     show_progress: bool = True,
 ) -> ExportReport:
     """Exports in one process, without a model and without collectives; see ``models.export.export_weights``.
@@ -91,7 +96,7 @@ def export(
     Raises:
         CheckpointError, ConfigError, DataError: no checkpoint, a damaged one, no tokenizer, or the output exists.
     """
-    origin = find_origin(source, tokenizer)
+    origin = find_origin(source, tokenizer, best=best)
     weights = CheckpointWeights(origin.checkpoint)
     # A flipped bit does not show in a tensor: whoever has the export has nothing to compare it with.
     check_content(origin.checkpoint, weights.note.get("files", {}), 0, 1)

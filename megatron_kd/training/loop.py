@@ -27,16 +27,22 @@ from megatron_kd.errors import RemoteRankError
 from megatron_kd.progress import progress
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import list_checkpoints
+from megatron_kd.training.early_stopper import EarlyStopper
+from megatron_kd.training.early_stopping import exhausted
+from megatron_kd.training.guard import DivergedError
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.measures import measure
+from megatron_kd.training.memory_report import out_of_memory_explained
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.periodic import evaluate_now
+from megatron_kd.training.phases import Phases
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
 from megatron_kd.training.run_directory import STATUS_FILE, exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.saver import Saver
 from megatron_kd.training.session import Session, open_session
 from megatron_kd.training.setup import build_student, wrap_for_training
 from megatron_kd.training.step import train_step
+from megatron_kd.training.watchdog import watching
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +52,8 @@ class TrainReport:
     """How a run ended.
 
     Attributes:
-        finished: all iterations are done; False after a signal.
+        finished: all iterations are done, or no better ones were to be expected; False after a signal.
+        reason: why it finished before ``training.train_iters``; None where it did not.
     """
 
     run_dir: Path
@@ -54,6 +61,7 @@ class TrainReport:
     finished: bool
     resumed_from: int
     last: dict[str, float]
+    reason: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -77,33 +85,43 @@ def train(recipe: Recipe, *, show_progress: bool = True) -> TrainReport:
                 held.enter_context(exclusive(run_dir))
                 saved = list_checkpoints(run_dir)
                 # A call that finds nothing left to train leaves the record of what was trained alone.
-                finished = bool(saved) and saved[-1][0] >= total
+                finished = bool(saved) and (
+                    saved[-1][0] >= total or exhausted(recipe, run_dir, saved[-1][0]) is not None
+                )
                 open_run_directory(recipe, record=not finished)
                 if not finished:
                     status.begin()
         dist.barrier()
-        log = log_to_file(run_dir / "logs" / f"rank_{dist.get_rank()}.log", warn_on_terminal=session.is_first)
-        with StopOnSignal() as stop, log, status:
-            report = _run(session, run_dir, stop, status, show_progress)
+        logs, rank = run_dir / "logs", dist.get_rank()
+        log = log_to_file(logs / f"rank_{rank}.log", warn_on_terminal=session.is_first)
+        phases = Phases()
+        memory = out_of_memory_explained(recipe, phases, logs / f"memory_rank_{rank}.pickle")
+        with StopOnSignal() as stop, log, status, watching(recipe, phases, logs / f"rank_{rank}.log", status), memory:
+            report = _run(session, run_dir, stop, status, phases, show_progress)
             status.ends(finished=report.finished)
             return report
 
 
-def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus, show_progress: bool) -> TrainReport:
+def _run(
+    session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus, phases: Phases, show_progress: bool
+) -> TrainReport:
     recipe, groups = session.recipe, session.groups
-    saved = newest_checkpoint(run_dir)
-    student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None))
-    if saved is not None:
-        saved = load_newest_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.on_damage)
-        logger.info("resumed from %s", saved)
-    start = student.iteration
-    with fail_together(f"preparing {run_dir}"):
-        if session.is_first:
-            truncate_metrics(run_dir, start)
-            status.update(iteration=start)
-    dist.barrier()
+    with phases("set_up"):
+        saved = newest_checkpoint(run_dir)
+        student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None))
+        student.phases = phases
+        if saved is not None:
+            saved = load_newest_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.on_damage)
+            logger.info("resumed from %s", saved)
+        start = student.iteration
+        with fail_together(f"preparing {run_dir}"):
+            if session.is_first:
+                truncate_metrics(run_dir, start)
+                status.update(iteration=start)
+        dist.barrier()
 
     saver = Saver(session, student, run_dir, status)
+    stopper = EarlyStopper(session, student, run_dir, saver, status)
     total = recipe.training.train_iters
     result: dict[str, float] = {}
     stopping = False
@@ -120,10 +138,12 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
         # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
         if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
             evaluate_now(session, student, run_dir, writer)
+            stopper.look()
         reset_peak_memory()
-        while student.iteration < total:
+        while student.iteration < total and stopper.reason is None:
             started = time.perf_counter()
-            batches, error, stopping = _agree(steps, stop)
+            with phases("data"):
+                batches, error, stopping = _agree(steps, stop)
             if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
@@ -131,7 +151,13 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
                 raise error
             if stopping:
                 break
-            done = train_step(recipe, student, session.distillation, groups, batches)
+            try:
+                done = train_step(recipe, student, session.distillation, groups, batches)
+            except DivergedError:
+                # On every rank, before anything was changed.
+                if student.iteration > start:
+                    saver.save()
+                raise
             student.iteration += 1
             student.consumed_samples += recipe.training.global_batch_size
             student.tokens += done.tokens
@@ -144,6 +170,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
                 reset_peak_memory()  # the peak is that of training steps, whatever lies between them
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
                 evaluate_now(session, student, run_dir, writer)
+                stopper.look()
                 reset_peak_memory()
         if student.iteration > start:
             logger.info("saved %s", saver.save())
@@ -153,7 +180,11 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             )
         elif student.iteration > start:
             evaluate_now(session, student, run_dir, writer)
-    return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
+            stopper.look()
+    if stopper.reason is not None:
+        logger.warning("%s", stopper.reason)
+    finished = student.iteration >= total or stopper.reason is not None
+    return TrainReport(run_dir, student.iteration, finished, start, result, stopper.reason)
 
 
 def step_reader(session: Session) -> StepReader:

@@ -23,15 +23,17 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
         if known is not None:
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
-    result = evaluate_model(
-        student.bare,
-        session.evaluation,
-        session.samples,
-        session.evaluation_cached,
-        session.groups,
-        session.recipe.training.micro_batch_size,
-        num_workers=session.recipe.data.num_workers,
-    )
+    with student.phases("evaluation"):
+        result = evaluate_model(
+            student.bare,
+            session.evaluation,
+            session.samples,
+            session.evaluation_cached,
+            session.groups,
+            session.recipe.training.micro_batch_size,
+            num_workers=session.recipe.data.num_workers,
+            on_micro_batch=student.phases.beat,
+        )
     with fail_together("writing the evaluation"):
         if session.is_first:
             write_evaluation(run_dir, student.iteration, student.tokens, result, session.recipe)

@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_kd.device import fail_together
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import save_checkpoint
+from megatron_kd.training.early_stopping import best_checkpoint
 from megatron_kd.training.run_directory import STATUS_FILE
 from megatron_kd.training.session import Session
 from megatron_kd.training.setup import Student
@@ -24,9 +25,12 @@ class Saver:
     def save(self) -> Path:
         """Saves the student as it is. Raises as ``save_checkpoint``."""
         recipe = self._session.recipe
-        path = save_checkpoint(
-            self._student, recipe.student.model, self._session.groups, self._run_dir, recipe.checkpoint.keep
-        )
+        policy = recipe.training.early_stopping
+        best = best_checkpoint(self._run_dir, policy.min_delta) if policy and self._session.is_first else None
+        with self._student.phases("checkpoint"):
+            path = save_checkpoint(
+                self._student, recipe.student.model, self._session.groups, self._run_dir, recipe.checkpoint.keep, best
+            )
         with fail_together(f"writing {self._run_dir / STATUS_FILE}"):
             self._status.update(iteration=self._student.iteration)
         return path

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from megatron_kd.config import Recipe
@@ -18,6 +18,9 @@ from megatron_kd.models.chunks import as_model, chunks_of
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.transformer_config import params_dtype
 from megatron_kd.training.from_teacher import load_from_teacher
+from megatron_kd.training.guard import Guard
+from megatron_kd.training.guarded_optimizer import GuardedOptimizer
+from megatron_kd.training.phases import Phases
 
 
 @dataclass
@@ -26,17 +29,21 @@ class Student:
 
     Attributes:
         chunks: what this rank holds of the model: one, and several where stages are interleaved.
-        iteration: optimizer steps done.
+        iteration: steps done, those that were skipped included.
         consumed_samples: rows drawn since the beginning.
-        tokens: unmasked tokens trained on since the beginning.
+        tokens: unmasked tokens of these steps.
+        guard: what decides which steps are skipped.
+        phases: what is being done with it.
     """
 
     chunks: list[DistributedDataParallel]
-    optimizer: MegatronOptimizer
+    optimizer: GuardedOptimizer
     scheduler: OptimizerParamScheduler
     iteration: int = 0
     consumed_samples: int = 0
     tokens: int = 0
+    guard: Guard = field(default_factory=Guard)
+    phases: Phases = field(default_factory=Phases)
 
     @cached_property
     def wrapped(self) -> torch.nn.Module:
@@ -135,4 +142,4 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: torch.nn.Mo
     config.finalize_model_grads_func = finalize_model_grads
     config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
     config.timers = None
-    return Student(chunks, optimizer, scheduler)
+    return Student(chunks, GuardedOptimizer(optimizer), scheduler)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -64,12 +64,22 @@ class TokenSums:
             parts: ``values`` of micro batches; none on the stages before the last.
             groups: None: this rank alone.
         """
-        vector = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
-        for part in parts:
-            vector += part
-        if groups is not None:
-            add_over_model(vector, groups)
-        return dict(zip(FIELDS, vector.tolist(), strict=True))
+        return named_sums(total_sums(parts, groups, device).tolist())
+
+
+def total_sums(parts: Iterable[Tensor], groups: ParallelGroups | None, device: torch.device) -> Tensor:
+    """As ``TokenSums.reduce``, a float64 vector of ``FIELDS`` left on the device: the host has not waited for it."""
+    vector = torch.zeros(len(FIELDS), dtype=torch.float64, device=device)
+    for part in parts:
+        vector += part
+    if groups is not None:
+        add_over_model(vector, groups)
+    return vector
+
+
+def named_sums(values: Sequence[float]) -> dict[str, float]:
+    """The values of ``FIELDS`` by name."""
+    return dict(zip(FIELDS, values, strict=True))
 
 
 def add_over_model(sums: Tensor, groups: ParallelGroups) -> None:

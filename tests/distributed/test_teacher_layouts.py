@@ -55,7 +55,21 @@ OFFLOADED = [CASES[0], CASES[3]]
 def _recipe(folder: Path, kind: str) -> Path:
     """A recipe whose rows begin with masked tokens. GPT-OSS has packed documents, and another model as student."""
     draw = np.random.default_rng(5)
-    words = ["An", "expression", "is", "a", "statement", "that", "names", "each", "value", "once", "more", "in", "order"]
+    words = [
+        "An",
+        "expression",
+        "is",
+        "a",
+        "statement",
+        "that",
+        "names",
+        "each",
+        "value",
+        "once",
+        "more",
+        "in",
+        "order",
+    ]
     texts = [" ".join(draw.choice(words, 4 + i % 17)) for i in range(99)]
     folder.mkdir()
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -178,7 +192,10 @@ def _rank(rank: int, world: int, recipes: dict[str, Path]) -> dict[Any, Any]:
     found: dict[Any, Any] = {case: _case(recipes[case.kind], case) for case in CASES if case.student.world == world}
     if world == CAPTURED.student.world:
         found["captured"] = _captured(recipes[CAPTURED.kind], CAPTURED)
-    import sys, time; print("CPU", world, rank, time.process_time(), file=sys.stderr)
+    import sys
+    import time
+
+    print("CPU", world, rank, time.process_time(), file=sys.stderr)
     return found
 
 

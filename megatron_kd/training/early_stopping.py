@@ -1,0 +1,108 @@
+"""The best evaluation of a run, and whether to wait for a better one. All of it is read from ``evaluations/``.
+
+Nothing is remembered elsewhere: evaluations behind the iteration a run resumes from are dropped, so that what is left
+leads to the same decision as before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_kd.config import Recipe
+from megatron_kd.errors import CheckpointError
+from megatron_kd.training.checkpoint import list_checkpoints
+
+METRIC = "eval/kd"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best evaluation so far.
+
+    Attributes:
+        iteration: of the first evaluation that none after it improved upon.
+        kd: its ``eval/kd``.
+        since: evaluations after it.
+    """
+
+    iteration: int
+    kd: float
+    since: int
+
+
+def evaluations(run_dir: Path) -> list[tuple[int, float]]:
+    """(iteration, eval/kd) of all evaluations of a run, in order; one that is not a number counts as infinitely bad."""
+    found = []
+    for path in (run_dir / "evaluations").glob("iter_*.json"):
+        number = path.stem.removeprefix("iter_")
+        try:
+            kd = json.loads(path.read_text())[METRIC]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if number.isdigit():
+            found.append((int(number), kd if isinstance(kd, float) and math.isfinite(kd) else math.inf))
+    return sorted(found)
+
+
+def best_of(history: Sequence[tuple[int, float]], min_delta: float = 0.0) -> Best | None:
+    """The best of a history: an evaluation must be lower by more than ``min_delta`` nats to be better."""
+    best: Best | None = None
+    for iteration, kd in history:
+        if best is None or kd < best.kd - min_delta:
+            best = Best(iteration, kd, 0)
+        else:
+            best = Best(best.iteration, best.kd, best.since + 1)
+    return best
+
+
+def exhausted(recipe: Recipe, run_dir: Path, iteration: int) -> str | None:
+    """Why a run at this iteration is to end; None where it goes on, or does not stop early at all."""
+    policy = recipe.training.early_stopping
+    if policy is None:
+        return None
+    best = best_of(_periodic(recipe, run_dir, iteration), policy.min_delta)
+    if best is None or best.since < policy.patience:
+        return None
+    return (
+        f"stopped early at iteration {iteration}: eval/kd {best.kd:.6g} of iteration {best.iteration} was not improved "
+        f"upon in {best.since} evaluations"
+    )
+
+
+def is_best(recipe: Recipe, run_dir: Path, iteration: int) -> bool:
+    """Whether an early-stopping run has its best evaluation at this iteration."""
+    policy = recipe.training.early_stopping
+    best = None if policy is None else best_of(_periodic(recipe, run_dir, iteration), policy.min_delta)
+    return best is not None and best.iteration == iteration
+
+
+def _periodic(recipe: Recipe, run_dir: Path, iteration: int) -> list[tuple[int, float]]:
+    """The evaluations that the loop made: others, of the command ``evaluate``, must not shorten its patience."""
+    every = recipe.training.eval_interval
+    return [(at, kd) for at, kd in evaluations(run_dir) if at <= iteration and at % every == 0]
+
+
+def best_checkpoint(run_dir: Path, min_delta: float = 0.0) -> Path | None:
+    """The checkpoint with the best evaluation; None where no checkpoint was evaluated."""
+    saved = dict(list_checkpoints(run_dir))
+    best = best_of([(at, kd) for at, kd in evaluations(run_dir) if at in saved], min_delta)
+    return None if best is None else saved[best.iteration]
+
+
+def find_best(run_dir: Path) -> Path:
+    """``best_checkpoint`` of a run, for a user who asks for it.
+
+    Raises:
+        CheckpointError: no checkpoint was evaluated.
+    """
+    found = best_checkpoint(run_dir)
+    if found is None:
+        raise CheckpointError(
+            f"none of the checkpoints in {run_dir / 'checkpoints'} was evaluated: set training.eval_interval to a "
+            "multiple of checkpoint.save_interval, or leave --best out"
+        )
+    return found
