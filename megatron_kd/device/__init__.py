@@ -2,6 +2,8 @@
 
 from megatron_kd.device.faults import KeptFaults
 from megatron_kd.device.platform import (
+    Moment,
+    can_reset_peak_memory,
     current_device,
     describe_hardware,
     host_buffer,
@@ -27,8 +29,10 @@ from megatron_kd.device.signals import StopOnSignal
 
 __all__ = [
     "KeptFaults",
+    "Moment",
     "StopOnSignal",
     "any_rank",
+    "can_reset_peak_memory",
     "current_device",
     "describe_hardware",
     "destroy_distributed",

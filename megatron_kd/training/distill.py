@@ -6,6 +6,7 @@ b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import batched
@@ -24,6 +25,7 @@ from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.schedule import run_schedule
 from megatron_kd.teacher.megatron_engine import MegatronTeacher
+from megatron_kd.training.phases import Phases
 from megatron_kd.training.sums import TokenSums
 
 
@@ -75,6 +77,7 @@ class Distillation:
         forward_only: bool,
         mode: str | None = None,
         ce_weight: float | None = None,
+        phases: Phases | None = None,
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
@@ -87,12 +90,13 @@ class Distillation:
             forward_only: no gradients.
             mode: of the loss; None: the recipe's.
             ce_weight: None: the recipe's.
+            phases: an online teacher's passes are one of them.
 
         Returns:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
         """
         ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
-        contexts = self._contexts(batches, mode or self._loss.mode, ce_weight)
+        contexts = self._contexts(batches, mode or self._loss.mode, ce_weight, phases)
         if self._teacher is not None and self._groups.pp_size > 1:
             # Its stages wait for each other as well: it is through with all of them before the student begins.
             contexts = iter(list(contexts))
@@ -118,7 +122,9 @@ class Distillation:
             forward_only=forward_only,
         )
 
-    def _contexts(self, batches: Sequence[Batch], mode: str, ce_weight: float) -> Iterator[StepContext]:
+    def _contexts(
+        self, batches: Sequence[Batch], mode: str, ce_weight: float, phases: Phases | None
+    ) -> Iterator[StepContext]:
         """What each pass of the student needs, made when it is asked for: as few as possible are in memory.
 
         Through the stages of a pipeline an online teacher's micro batches go together, or each would wait for the last.
@@ -126,7 +132,9 @@ class Distillation:
         together = len(batches) if self._groups.pp_size > 1 and self._teacher is not None else 1
         for portion in batched(batches, together):
             on_device = [batch.to(current_device()) for batch in portion]
-            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in self._ask(on_device))
+            with phases("teacher") if phases is not None and self._teacher is not None else nullcontext():
+                answered = self._ask(on_device)
+            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in answered)
 
     def _ask(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, tuple[Tensor, Tensor] | None]]:
         """Micro batches with the targets that an online teacher has for them, or with its hidden states and head.

@@ -21,14 +21,13 @@ from megatron_kd.device import (
     StopOnSignal,
     fail_together,
     on_any_rank,
-    reset_peak_memory,
 )
 from megatron_kd.errors import RemoteRankError
 from megatron_kd.progress import progress
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import list_checkpoints
 from megatron_kd.training.logs import log_to_file
-from megatron_kd.training.measures import measure
+from megatron_kd.training.measures import Measures
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.periodic import evaluate_now
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
@@ -103,7 +102,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             status.update(iteration=start)
     dist.barrier()
 
-    saver = Saver(session, student, run_dir, status)
+    phases, measures = student.phases, Measures(session, student.phases)
     total = recipe.training.train_iters
     result: dict[str, float] = {}
     stopping = False
@@ -117,13 +116,16 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             f"train {recipe.name}", max(total - start, 0), unit="steps", enabled=show_progress and session.is_first
         ) as advance,
     ):
+        saver = Saver(session, student, run_dir, status, writer, measures)
         # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
         if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
-            evaluate_now(session, student, run_dir, writer)
-        reset_peak_memory()
+            evaluate_now(session, student, run_dir, writer, measures)
+        phases.begin_memory()
         while student.iteration < total:
             started = time.perf_counter()
-            batches, error, stopping = _agree(steps, stop)
+            phases.begin_step()
+            with phases("data"):
+                batches, error, stopping = _agree(steps, stop)
             if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
@@ -136,15 +138,13 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             student.consumed_samples += recipe.training.global_batch_size
             student.tokens += done.tokens
             if student.iteration % recipe.logging.log_interval == 0 or student.iteration == total:
-                result = measure(session, done, time.perf_counter() - started, steps.waited_s)
+                result = measures.step(done, time.perf_counter() - started, steps.waited_s)
                 writer.write(student.iteration, student.tokens, student.consumed_samples, result)
             advance(1, f"KD {done.metrics.get('loss/kd', math.nan):.4f}")
             if saver.is_due():
                 saver.save()
-                reset_peak_memory()  # the peak is that of training steps, whatever lies between them
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
-                evaluate_now(session, student, run_dir, writer)
-                reset_peak_memory()
+                evaluate_now(session, student, run_dir, writer, measures)
         if student.iteration > start:
             logger.info("saved %s", saver.save())
         if stopping:
@@ -152,7 +152,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
                 "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
             )
         elif student.iteration > start:
-            evaluate_now(session, student, run_dir, writer)
+            evaluate_now(session, student, run_dir, writer, measures)
     return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -16,6 +18,7 @@ from megatron_kd.models.checkpoint import load_weights
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.transformer_config import params_dtype
 from megatron_kd.training.from_teacher import load_from_teacher
+from megatron_kd.training.phases import Phases
 
 
 @dataclass
@@ -26,6 +29,7 @@ class Student:
         iteration: optimizer steps done.
         consumed_samples: rows drawn since the beginning.
         tokens: unmasked tokens trained on since the beginning.
+        phases: what this rank is doing with it.
     """
 
     model: DistributedDataParallel
@@ -34,6 +38,7 @@ class Student:
     iteration: int = 0
     consumed_samples: int = 0
     tokens: int = 0
+    phases: Phases = field(default_factory=Phases)
 
 
 def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool = True) -> GPTModel:
@@ -112,7 +117,18 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: GPTModel) -
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    phases = Phases()
+    config.finalize_model_grads_func = _in_phase(phases, finalize_model_grads)
     config.no_sync_func = ddp.no_sync
     config.timers = None
-    return Student(ddp, optimizer, scheduler)
+    return Student(ddp, optimizer, scheduler, phases=phases)
+
+
+def _in_phase(phases: Phases, reduce: Callable[..., None]) -> Callable[..., None]:
+    """The reduction of gradients, at the end of Megatron-Core's schedule, as a phase of its own."""
+
+    def reduce_in_phase(*arguments: Any, **named: Any) -> None:
+        with phases("gradients"):
+            reduce(*arguments, **named)
+
+    return reduce_in_phase

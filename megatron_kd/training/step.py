@@ -32,7 +32,7 @@ class StepResult:
 def train_step(
     recipe: Recipe, student: Student, distillation: Distillation, groups: ParallelGroups, batches: list[Batch]
 ) -> StepResult:
-    """One optimizer step on this rank's micro batches. Collective over all ranks.
+    """One optimizer step on this rank's micro batches, in the phases of the student. Collective over all ranks.
 
     The loss is the sum over tokens; gradients are summed over micro batches and ranks and divided once by the
     unmasked tokens of the global batch, so that they do not depend on how the tokens are spread.
@@ -41,12 +41,16 @@ def train_step(
         KDError: the gradient is not finite; on every rank.
         RemoteRankError: another rank died.
     """
-
-    student.model.zero_grad_buffer()
-    student.optimizer.zero_grad()
-    sums = distillation.run(student.model, batches, seq_length=recipe.data.seq_length, forward_only=False)
+    phases = student.phases
+    with phases("forward_backward"):
+        student.model.zero_grad_buffer()
+        student.optimizer.zero_grad()
+        sums = distillation.run(
+            student.model, batches, seq_length=recipe.data.seq_length, forward_only=False, phases=phases
+        )
     lr = student.optimizer.param_groups[0]["lr"]
-    updated, grad_norm, _ = student.optimizer.step()
+    with phases("optimizer"):
+        updated, grad_norm, _ = student.optimizer.step()
     if grad_norm is not None and not math.isfinite(grad_norm):
         # The norm is of the whole model, so every rank sees it and stops here.
         raise KDError(
