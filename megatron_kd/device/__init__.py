@@ -1,6 +1,7 @@
 """The only place that knows whether a CUDA device exists."""
 
 from megatron_kd.device.faults import KeptFaults
+from megatron_kd.device.nsys import nsys_range
 from megatron_kd.device.platform import (
     Moment,
     can_reset_peak_memory,
@@ -44,6 +45,7 @@ __all__ = [
     "init_distributed",
     "is_cuda",
     "lost_ranks_reported",
+    "nsys_range",
     "on_any_rank",
     "peak_memory_bytes",
     "reset_peak_memory",

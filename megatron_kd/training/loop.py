@@ -30,6 +30,7 @@ from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.measures import Measures
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.periodic import evaluate_now
+from megatron_kd.training.profile import StepProfiler
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
 from megatron_kd.training.run_directory import STATUS_FILE, exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.saver import Saver
@@ -115,6 +116,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
         progress(
             f"train {recipe.name}", max(total - start, 0), unit="steps", enabled=show_progress and session.is_first
         ) as advance,
+        StepProfiler(recipe.profile, run_dir / "profile", dist.get_rank()) as profiler,
     ):
         saver = Saver(session, student, run_dir, status, writer, measures)
         # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
@@ -122,6 +124,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             evaluate_now(session, student, run_dir, writer, measures)
         phases.begin_memory()
         while student.iteration < total:
+            profiler.begin(student.iteration + 1)
             started = time.perf_counter()
             phases.begin_step()
             with phases("data"):

@@ -15,7 +15,7 @@ from megatron_kd.training.setup import Student
 
 
 class Saver:
-    """Saves a student into its run directory and says so in the metrics and ``status.json``. All methods are collective."""
+    """Saves a student into its run directory and says so in the metrics and ``status.json``. Collective."""
 
     def __init__(
         self,
