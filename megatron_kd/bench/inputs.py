@@ -47,6 +47,14 @@ def make_inputs(
     generator = torch.Generator(device=place).manual_seed(0)
     states = torch.randn(tokens, hidden, generator=generator, device=place).to(dtype)
     head = torch.randn(vocab, hidden, generator=generator, device=place).mul_(2 / hidden**0.5).to(dtype)
+    targets = make_targets(tokens, vocab, top_k, place, generator)
+    return LossInputs(states, head, targets, torch.ones(tokens))
+
+
+def make_targets(
+    tokens: int, vocab: int, top_k: int, place: torch.device, generator: torch.Generator | None = None
+) -> TopKTargets:
+    """Targets whose top K hold 0.95: ids int32 [N, K], log-probabilities float16 [N, K], the tail's log-mass [N]."""
     # K distinct ids, spread over the vocabulary: a random start, and a stride with K strides at most V.
     start = torch.randint(vocab, (tokens, 1), generator=generator, device=place)
     ids = (start + vocab // top_k * torch.arange(top_k, device=place)) % vocab
@@ -54,5 +62,4 @@ def make_inputs(
     mass = torch.tensor(0.95)
     logprobs = torch.log_softmax(scores, dim=1) + mass.log()
     tail = torch.full((tokens,), (1 - mass).log().item(), device=place)
-    targets = TopKTargets(ids.to(torch.int32), logprobs.to(torch.float16), tail)
-    return LossInputs(states, head, targets, torch.ones(tokens))
+    return TopKTargets(ids.to(torch.int32), logprobs.to(torch.float16), tail)

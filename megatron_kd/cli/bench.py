@@ -155,3 +155,38 @@ def bench_capture(
     for note in report.notes if is_first_rank() else ():
         typer.echo(f"note: {note}", err=True)
     print_figures(report.to_json(), json_, report.text())
+
+
+@bench_app.command("step")
+def bench_step(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Measure its student, in its layout and batch.")],
+    overrides: Overrides = None,
+    methods: Annotated[
+        str, typer.Option(help="Implementations of the loss beside plain cross-entropy: fused,forward_chunked,dense")
+    ] = "fused",
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds after the warm-up.")] = 7,
+    threads: Annotated[int | None, typer.Option(help="Threads on a CPU.")] = None,
+    json_: Json = False,
+) -> None:
+    """Measure what distillation adds to a training step.
+
+    Whole optimizer steps of the recipe's student: by plain cross-entropy on labels, Megatron-Core's own path, and by
+    offline distillation, one after the other in every round, on one model. Rows, targets and weights are made up:
+    nothing is read.
+    """
+    from megatron_kd.config import load_recipe
+
+    refuse_wrong_world(load_recipe(recipe, overrides or []))
+    quiet_libraries()
+    from megatron_kd.bench.step import bench_step as run
+
+    report = run(
+        recipe,
+        overrides or [],
+        methods=[name.strip() for name in methods.split(",") if name.strip()],
+        rounds=rounds,
+        threads=threads,
+    )
+    for note in report.notes if is_first_rank() else ():
+        typer.echo(f"note: {note}", err=True)
+    print_figures(report.to_json(), json_, report.text())

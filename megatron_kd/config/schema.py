@@ -12,6 +12,7 @@ from megatron_kd.config.base import PathString, Section
 from megatron_kd.config.data import DataConfig
 from megatron_kd.config.layout import ClusterConfig, ParallelismConfig
 from megatron_kd.config.loss import LossConfig
+from megatron_kd.config.profile import ProfileConfig
 from megatron_kd.config.roles import StudentConfig, TeacherConfig
 from megatron_kd.config.training import CheckpointConfig, LoggingConfig, OptimizerConfig, TrainingConfig
 
@@ -38,6 +39,8 @@ class Recipe(Section):
     optimizer: OptimizerConfig
     checkpoint: CheckpointConfig = CheckpointConfig()
     logging: LoggingConfig = LoggingConfig()
+    profile: ProfileConfig | None = None
+    """Profile some steps; null: none."""
 
     @property
     def world_size(self) -> int:
@@ -94,6 +97,7 @@ class Recipe(Section):
         problems = list(self._problems())
         if (info.context or {}).get("trains", True):
             problems += self.training.problems(self.cluster, self.parallelism, self.student.model)
+            problems += [] if self.profile is None else self.profile.problems(self.cluster, self.training)
         if problems:
             raise ValueError("; ".join(problems))
         return self

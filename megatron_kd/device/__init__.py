@@ -2,6 +2,7 @@
 
 from megatron_kd.device.faults import KeptFaults
 from megatron_kd.device.heartbeats import Heartbeats
+from megatron_kd.device.nsys import nsys_range
 from megatron_kd.device.out_of_memory import (
     dump_memory_snapshot,
     is_out_of_memory,
@@ -9,6 +10,8 @@ from megatron_kd.device.out_of_memory import (
     record_memory_history,
 )
 from megatron_kd.device.platform import (
+    Moment,
+    can_reset_peak_memory,
     current_device,
     describe_hardware,
     host_buffer,
@@ -36,9 +39,11 @@ from megatron_kd.device.signals import StopOnSignal
 __all__ = [
     "Heartbeats",
     "KeptFaults",
+    "Moment",
     "SideStream",
     "StopOnSignal",
     "any_rank",
+    "can_reset_peak_memory",
     "current_device",
     "describe_hardware",
     "destroy_distributed",
@@ -53,6 +58,7 @@ __all__ = [
     "is_out_of_memory",
     "lost_ranks_reported",
     "memory_figures",
+    "nsys_range",
     "on_any_rank",
     "peak_memory_bytes",
     "pinned_exactly",

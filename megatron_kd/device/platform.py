@@ -6,6 +6,7 @@ import os
 import platform
 import resource
 import sys
+import time
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,7 @@ import torch
 from megatron_kd.errors import ConfigError
 
 CPU_NAME = "cpu"
+_CLEAR_REFS = "/proc/self/clear_refs"
 _selected: torch.device | None = None
 
 
@@ -84,13 +86,41 @@ def host_buffer(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
 
+class Moment:
+    """A point in the work of this process: an event on the device's current stream, on the CPU the clock."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._clock = time.perf_counter()
+
+    @staticmethod
+    def now() -> Moment:
+        """This point. Does not wait for the device."""
+        moment = Moment()
+        if is_cuda():
+            moment._event = torch.cuda.Event(enable_timing=True)
+            moment._event.record()
+        return moment
+
+    def seconds_until(self, later: Moment) -> float:
+        """Seconds from here to a later point, both of which the device has reached."""
+        if self._event is not None and later._event is not None:
+            return self._event.elapsed_time(later._event) / 1e3
+        return later._clock - self._clock
+
+
+def can_reset_peak_memory() -> bool:
+    """Whether ``reset_peak_memory`` does something: on a GPU, and on Linux where a process may reset its own mark."""
+    return is_cuda() or os.access(_CLEAR_REFS, os.W_OK)
+
+
 def reset_peak_memory() -> None:
     """Starts a new measurement of the peak."""
     if is_cuda():
         torch.cuda.reset_peak_memory_stats()
-    elif os.access("/proc/self/clear_refs", os.W_OK):
+    elif os.access(_CLEAR_REFS, os.W_OK):
         # Linux resets the high-water mark of the resident set on a 5; see proc(5).
-        with open("/proc/self/clear_refs", "w") as file:
+        with open(_CLEAR_REFS, "w") as file:
             file.write("5")
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_kd.losses.collectives import TensorParallelGroup
 from megatron_kd.losses.divergences import Divergence
 from megatron_kd.losses.projection import compute_dtype
+from megatron_kd.losses.sizes import single_pass_fits
 from megatron_kd.losses.transfer import to_device
 from megatron_kd.targets import TopKTargets
 
@@ -296,10 +297,6 @@ def resolve_mode(
     shard = -(-arguments.vocab_size // arguments.tp.size)
     held = trains_head * shard * weight.shape[1] * arguments.dtype.itemsize
     held += trains_body * hidden.numel() * hidden.dtype.itemsize
-    if gradient_bytes is None:
-        fits = microbatches_in_flight == 1
-    else:
-        fits = microbatches_in_flight * held <= gradient_bytes
-    if not fits:
+    if not single_pass_fits(held, microbatches_in_flight, gradient_bytes):
         return "recompute"
     return "single_pass" if trains_head else "frozen_head"

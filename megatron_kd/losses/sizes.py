@@ -61,3 +61,14 @@ def moved_rows(rows: int, vocab: int, height: int, width: int) -> float:
     written once per slice of the vocabulary beyond the first (two passes of N rows, V/C − 1 times).
     """
     return 3 * vocab * -(-rows // height) + 2 * rows * (-(-vocab // width) - 1)
+
+
+def single_pass_fits(held: int, in_flight: int, budget: int | None) -> bool:
+    """Whether ``auto`` takes a single pass.
+
+    Args:
+        held: bytes of dH and dW that one micro batch holds from forward to backward.
+        in_flight: micro batches between their forward and backward pass at once.
+        budget: bytes they may hold together; None: any for one, nothing for more.
+    """
+    return in_flight == 1 if budget is None else in_flight * held <= budget

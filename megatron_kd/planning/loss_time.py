@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_kd.config.gpus import GPU
+from megatron_kd.models.step_flops import PROJECTIONS
 from megatron_kd.planning import efficiency
 from megatron_kd.planning.loss_workspace import LossShape, LossWorkspace
 
-PROJECTIONS = {"single_pass": 3, "recompute": 4}
-"""Of fused; the references need three."""
 FUSED_BYTES = 22
 """Passes over a logit: written, read for the sums, read and written for the gradient, rounded and read twice."""
 REFERENCE_BYTES = {"dense": 200, "forward_chunked": 60}

@@ -16,6 +16,7 @@ from megatron_kd.losses.sizes import (
     LONG_CONTEXT_ROWS,
     chunk_rows,
     logit_bytes,
+    single_pass_fits,
     tile_shape,
 )
 from megatron_kd.models.vocabulary import padded_vocab_size
@@ -131,10 +132,9 @@ def resolved_mode(recipe: Recipe, shape: LossShape, in_flight: int = 1) -> str:
     """``loss.mode`` as ``losses.arguments.resolve_mode`` decides it for a head that trains."""
     if recipe.loss.implementation != "fused" or recipe.loss.mode != "auto":
         return recipe.loss.mode
-    if recipe.loss.gradient_mib is None:
-        return "single_pass" if in_flight == 1 else "recompute"
     held = shape.shard * shape.hidden * FLOAT + shape.local_tokens * shape.hidden * shape.itemsize
-    return "single_pass" if in_flight * held <= recipe.loss.gradient_mib * 2**20 else "recompute"
+    limit = None if recipe.loss.gradient_mib is None else int(recipe.loss.gradient_mib * 2**20)
+    return "single_pass" if single_pass_fits(held, in_flight, limit) else "recompute"
 
 
 def _gradients(shape: LossShape) -> tuple[float, float]:

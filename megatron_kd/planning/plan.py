@@ -65,9 +65,11 @@ class Plan:
                 "step_time_s": step.seconds,
                 "tflops_per_gpu": step.tflops_per_gpu,
                 "mfu": step.mfu,
+                "hfu": step.hfu,
                 "tokens_per_s": step.tokens_per_s,
                 "parts_s": dict(step.parts),
                 "student_flops": step.student_flops,
+                "executed_flops": step.executed_flops,
                 "loss_flops": step.loss_flops,
             },
             "cache": {

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from megatron_kd.config import ModelConfig, Recipe
 from megatron_kd.config.gpus import GPU
-from megatron_kd.models.flops import training_flops_per_token
+from megatron_kd.models.step_flops import step_flops
 from megatron_kd.planning import efficiency
 from megatron_kd.planning.activations import layer_activations
 from megatron_kd.planning.communication import gradient_reduction, layer_communication, stage_exchange
@@ -78,12 +78,14 @@ class StepTime:
     Attributes:
         parts: seconds by name; their sum is the step.
         student_flops: of the whole step, as metrics count them.
+        executed_flops: those and what is repeated, and an online teacher's; see ``models/step_flops.py``.
         loss_flops: of all projections of the step, recomputed ones included.
         tokens: positions of a step.
     """
 
     parts: dict[str, float]
     student_flops: float
+    executed_flops: float
     loss_flops: float
     tokens: int
     world: int
@@ -101,8 +103,13 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Share of the dense peak."""
+        """Share of the dense peak that the student's FLOPs are."""
         return self.tflops_per_gpu * 1e12 / self.peak_flops
+
+    @property
+    def hfu(self) -> float:
+        """Share of the dense peak that all executed FLOPs are."""
+        return self.executed_flops / self.seconds / self.world / self.peak_flops
 
     @property
     def tokens_per_s(self) -> float:
@@ -141,9 +148,11 @@ def plan_step(recipe: Recipe) -> StepTime:
         "overhead": efficiency.STEP_OVERHEAD_S if recipe.cluster.gpu != "cpu" else 0.0,
     }
     tokens = recipe.training.global_batch_size * recipe.data.seq_length
+    flops = step_flops(recipe)
     return StepTime(
         parts,
-        tokens * training_flops_per_token(model, recipe.data.seq_length),
+        flops.student,
+        flops.executed,
         loss.flops * number * layout.tp * layout.dp * layout.cp,
         tokens,
         recipe.world_size,

@@ -6,6 +6,7 @@ b rows, s positions, N = s·b tokens sequence first, D hidden, Vl rows of the he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import batched
@@ -24,6 +25,7 @@ from megatron_kd.models.head import head_of, vocab_start
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.schedule import micro_batches_together, run_schedule
 from megatron_kd.teacher.online import Answer, OnlineTeacher
+from megatron_kd.training.phases import Phases
 from megatron_kd.training.sums import TokenSums
 
 
@@ -80,6 +82,7 @@ class Distillation:
         mode: str | None = None,
         ce_weight: float | None = None,
         on_micro_batch: Callable[[], None] = lambda: None,
+        phases: Phases | None = None,
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
@@ -94,12 +97,13 @@ class Distillation:
             mode: of the loss; None: the recipe's.
             ce_weight: None: the recipe's.
             on_micro_batch: called before each; a sign of life.
+            phases: an online teacher's passes are one of them.
 
         Returns:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
         """
         ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
-        contexts: Iterable[StepContext] = self._contexts(batches, mode or self._loss.mode, ce_weight)
+        contexts: Iterable[StepContext] = self._contexts(batches, mode or self._loss.mode, ce_weight, phases)
         if self._teacher is not None and self._teacher.at_once:
             # Its ranks wait for each other as well: it is through with all of them before the student begins.
             contexts = list(contexts)
@@ -126,7 +130,9 @@ class Distillation:
             forward_only=forward_only,
         )
 
-    def _contexts(self, batches: Sequence[Batch], mode: str, ce_weight: float) -> Iterator[StepContext]:
+    def _contexts(
+        self, batches: Sequence[Batch], mode: str, ce_weight: float, phases: Phases | None
+    ) -> Iterator[StepContext]:
         """What each pass of the student needs, made when it is asked for: as few as possible are in memory.
 
         An online teacher that is to be asked at once, as through the stages of a pipeline, gets them all together.
@@ -134,7 +140,9 @@ class Distillation:
         together = len(batches) if self._teacher is not None and self._teacher.at_once else 1
         for portion in batched(batches, together):
             on_device = [batch.to(current_device()) for batch in portion]
-            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in self._ask(on_device))
+            with phases("teacher") if phases is not None and self._teacher is not None else nullcontext():
+                answered = self._ask(on_device)
+            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in answered)
 
     def _ask(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, tuple[Tensor, Tensor] | None]]:
         """Micro batches with the targets that an online teacher has for them, or with its hidden states and head.

@@ -21,7 +21,6 @@ from megatron_kd.device import (
     StopOnSignal,
     fail_together,
     on_any_rank,
-    reset_peak_memory,
 )
 from megatron_kd.errors import RemoteRankError
 from megatron_kd.progress import progress
@@ -31,11 +30,12 @@ from megatron_kd.training.early_stopper import EarlyStopper
 from megatron_kd.training.early_stopping import exhausted
 from megatron_kd.training.guard import DivergedError
 from megatron_kd.training.logs import log_to_file
-from megatron_kd.training.measures import measure
+from megatron_kd.training.measures import Measures
 from megatron_kd.training.memory_report import out_of_memory_explained
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.periodic import evaluate_now
 from megatron_kd.training.phases import Phases
+from megatron_kd.training.profile import StepProfiler
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
 from megatron_kd.training.run_directory import STATUS_FILE, exclusive, open_run_directory, truncate_metrics
 from megatron_kd.training.saver import Saver
@@ -108,8 +108,7 @@ def _run(
     recipe, groups = session.recipe, session.groups
     with phases("set_up"):
         saved = newest_checkpoint(run_dir)
-        student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None))
-        student.phases = phases
+        student = wrap_for_training(recipe, groups, build_student(recipe, groups, with_weights=saved is None), phases)
         if saved is not None:
             saved = load_newest_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.on_damage)
             logger.info("resumed from %s", saved)
@@ -120,8 +119,7 @@ def _run(
                 status.update(iteration=start)
         dist.barrier()
 
-    saver = Saver(session, student, run_dir, status)
-    stopper = EarlyStopper(session, student, run_dir, saver, status)
+    measures = Measures(session, phases)
     total = recipe.training.train_iters
     result: dict[str, float] = {}
     stopping = False
@@ -134,14 +132,19 @@ def _run(
         progress(
             f"train {recipe.name}", max(total - start, 0), unit="steps", enabled=show_progress and session.is_first
         ) as advance,
+        StepProfiler(recipe.profile, run_dir / "profile", dist.get_rank()) as profiler,
     ):
+        saver = Saver(session, student, run_dir, status, writer, measures)
+        stopper = EarlyStopper(session, student, run_dir, saver, status)
         # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
         if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
-            evaluate_now(session, student, run_dir, writer)
+            evaluate_now(session, student, run_dir, writer, measures)
             stopper.look()
-        reset_peak_memory()
+        phases.begin_memory()
         while student.iteration < total and stopper.reason is None:
+            profiler.begin(student.iteration + 1)
             started = time.perf_counter()
+            phases.begin_step()
             with phases("data"):
                 batches, error, stopping = _agree(steps, stop)
             if error is not None:
@@ -162,16 +165,14 @@ def _run(
             student.consumed_samples += recipe.training.global_batch_size
             student.tokens += done.tokens
             if student.iteration % recipe.logging.log_interval == 0 or student.iteration == total:
-                result = measure(session, done, time.perf_counter() - started, steps.waited_s)
+                result = measures.step(done, time.perf_counter() - started, steps.waited_s)
                 writer.write(student.iteration, student.tokens, student.consumed_samples, result)
             advance(1, f"KD {done.metrics.get('loss/kd', math.nan):.4f}")
             if saver.is_due():
                 saver.save()
-                reset_peak_memory()  # the peak is that of training steps, whatever lies between them
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
-                evaluate_now(session, student, run_dir, writer)
+                evaluate_now(session, student, run_dir, writer, measures)
                 stopper.look()
-                reset_peak_memory()
         if student.iteration > start:
             logger.info("saved %s", saver.save())
         if stopping:
@@ -179,7 +180,7 @@ def _run(
                 "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
             )
         elif student.iteration > start:
-            evaluate_now(session, student, run_dir, writer)
+            evaluate_now(session, student, run_dir, writer, measures)
             stopper.look()
     if stopper.reason is not None:
         logger.warning("%s", stopper.reason)

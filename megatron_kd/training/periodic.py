@@ -6,12 +6,13 @@ from pathlib import Path
 
 from megatron_kd.device import any_rank, fail_together
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
+from megatron_kd.training.measures import Measures
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.session import Session
 from megatron_kd.training.setup import Student
 
 
-def evaluate_now(session: Session, student: Student, run_dir: Path, writer: MetricsWriter) -> None:
+def evaluate_now(session: Session, student: Student, run_dir: Path, writer: MetricsWriter, measures: Measures) -> None:
     """Evaluates where there are held-out rows, once an iteration; the result goes to the metrics and beside them.
 
     Collective over all ranks.
@@ -23,7 +24,7 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
         if known is not None:
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
-    with student.phases("evaluation"):
+    with measures.between("evaluation") as spent:
         result = evaluate_model(
             student.bare,
             session.evaluation,
@@ -37,4 +38,5 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
     with fail_together("writing the evaluation"):
         if session.is_first:
             write_evaluation(run_dir, student.iteration, student.tokens, result, session.recipe)
-            writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, result)
+            line = {**result, **spent}
+            writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, line)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -33,7 +35,7 @@ class Student:
         consumed_samples: rows drawn since the beginning.
         tokens: unmasked tokens of these steps.
         guard: what decides which steps are skipped.
-        phases: what is being done with it.
+        phases: what this rank is doing with it.
     """
 
     chunks: list[DistributedDataParallel]
@@ -87,7 +89,9 @@ def build_student(recipe: Recipe, groups: ParallelGroups, *, with_weights: bool 
     return built
 
 
-def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: torch.nn.Module) -> Student:
+def wrap_for_training(
+    recipe: Recipe, groups: ParallelGroups, built: torch.nn.Module, phases: Phases | None = None
+) -> Student:
     """Adds Megatron-Core's DDP, distributed optimizer and schedule to a model. Collective.
 
     Gradients are reduced in float32 and summed, not averaged: the schedule divides by tokens. The schedule counts
@@ -139,7 +143,18 @@ def wrap_for_training(recipe: Recipe, groups: ParallelGroups, built: torch.nn.Mo
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    config.finalize_model_grads_func = finalize_model_grads
+    phases = phases or Phases()
+    config.finalize_model_grads_func = _in_phase(phases, finalize_model_grads)
     config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
     config.timers = None
-    return Student(chunks, GuardedOptimizer(optimizer), scheduler)
+    return Student(chunks, GuardedOptimizer(optimizer), scheduler, phases=phases)
+
+
+def _in_phase(phases: Phases, reduce: Callable[..., None]) -> Callable[..., None]:
+    """The reduction of gradients, at the end of Megatron-Core's schedule, as a phase of its own."""
+
+    def reduce_in_phase(*arguments: Any, **named: Any) -> None:
+        with phases("gradients"):
+            reduce(*arguments, **named)
+
+    return reduce_in_phase

@@ -52,16 +52,17 @@ def train_step(
     """
     phases = student.phases
     phases.iteration = student.iteration + 1
-    for chunk in student.chunks:
-        chunk.zero_grad_buffer()
-    student.optimizer.zero_grad()
     with phases("forward_backward"):
+        for chunk in student.chunks:
+            chunk.zero_grad_buffer()
+        student.optimizer.zero_grad()
         parts = distillation.run(
             student.wrapped,
             batches,
             seq_length=recipe.data.seq_length,
             forward_only=False,
             on_micro_batch=phases.beat,
+            phases=phases,
         )
     lr = student.optimizer.param_groups[0]["lr"]
     with phases("optimizer"):
