@@ -112,6 +112,7 @@ def _list(loaded: Any, points: list[Any], plan: bool, as_json: bool) -> None:
 
     from megatron_kd.planning.plan import plan_recipe
     from megatron_kd.sweep.inputs import inputs_of
+    from megatron_kd.sweep.run import some
     from megatron_kd.sweep.table import points_json, points_table
 
     plans = [plan_recipe(point.recipe) for point in points] if plan else None

@@ -107,7 +107,7 @@ def _make(sweep: Sweep, inputs: Inputs, command: list[str], relay: Relay) -> Non
     recipe = inputs.for_capture()
     file = write_recipe(sweep, inputs.name, recipe)
     words = [*command[:2], str(file), *command[2:]] if command[0] == "convert" else [*command, str(file)]
-    label = f"for {_some(inputs.points)}"
+    label = f"for {some(inputs.points)}"
     status = _run(label, words, recipe, relay, saves=command == ["capture"])
     if relay.received is None and status != 0:
         raise KDError(
@@ -128,12 +128,13 @@ def _check_nodes(points: Sequence[Point]) -> None:
     many = [point for point in points if point.recipe.cluster.nodes > 1]
     if many:
         raise ConfigError(
-            f"{_some([point.name for point in many])}: cluster.nodes is {many[0].recipe.cluster.nodes}, and this "
+            f"{some([point.name for point in many])}: cluster.nodes is {many[0].recipe.cluster.nodes}, and this "
             "starts ranks on one machine alone: sbatch --array launch/sweep.sh starts them, or add cluster.nodes=1"
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some(names: Sequence[str]) -> str:
+    """A few names in words."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
