@@ -79,13 +79,15 @@ class StepPasses:
     def _plain_step(self) -> None:
         student, phases = self.student, self.student.phases
         with phases("forward_backward"):
-            student.model.zero_grad_buffer()
+            for chunk in student.chunks:
+                chunk.zero_grad_buffer()
             student.optimizer.zero_grad()
             run_schedule(
-                student.model,
+                student.wrapped,
                 self.groups,
                 self._batches,
                 _forward,
+                number=len(self._batches),
                 seq_length=self._recipe.data.seq_length,
                 micro_batch_size=self._recipe.training.micro_batch_size,
                 forward_only=False,
