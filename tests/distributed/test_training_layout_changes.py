@@ -68,7 +68,14 @@ def step(student: Any, groups: Any, model: ModelConfig) -> list[float]:
     student.optimizer.zero_grad()
     mine = list(rows[groups.dp_rank :: groups.dp_size])
     run_schedule(
-        student.model, groups, mine, forward, number=len(mine), seq_length=SEQ, micro_batch_size=1, forward_only=False
+        student.wrapped,
+        groups,
+        mine,
+        forward,
+        number=len(mine),
+        seq_length=SEQ,
+        micro_batch_size=1,
+        forward_only=False,
     )
     _, norm, _ = student.optimizer.step()
     student.scheduler.step(increment=ROWS)
