@@ -23,8 +23,8 @@ Row = tuple[str, str]
 
 def short(layout: Layout) -> str:
     """What a layout splits, without sizes of 1: ``TP 2 + SP, PP 2``."""
-    parts = [part for part in str(layout).split(", ")[:-1] if not part.endswith(" 1")]
-    return ", ".join(parts) or "1 rank"
+    parts = [part for part in str(layout).split(", ") if not part.endswith(" 1")]
+    return ", ".join(["1 rank", *parts] if layout.world == 1 else parts)
 
 
 def write(part: str, figures: Mapping[Row, tuple[float, ...]]) -> None:

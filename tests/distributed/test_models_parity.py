@@ -24,7 +24,7 @@ from tests.models_oracles import (
 
 Layout = dict[str, Any]
 TP, PP, CP, EP = (f"{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context", "expert_model"))
-SP = "sequence_parallel"
+SP, VP = "sequence_parallel", "virtual_pipeline_model_parallel_size"
 DENSE: list[Layout] = [
     {},
     {TP: 2},

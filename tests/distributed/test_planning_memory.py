@@ -25,6 +25,8 @@ CASES = [
     ("tiny_gpt_oss", "bf16", Layout(2)),
     ("tiny_llama", "bf16", Layout(2, tp=2, sp=True)),
     ("tiny_llama", "bf16", Layout(2, pp=2)),
+    ("tiny_gpt_oss", "bf16", Layout(2, pp=2, vp=2)),
+    ("tied_llama", "fp32", Layout(2, pp=2, vp=2)),
     ("tiny_llama", "bf16", Layout(2)),
     ("tiny_gpt_oss", "bf16", Layout(4, tp=2, sp=True, ep=2)),
     ("tiny_gpt_oss", "bf16", Layout(4, pp=2, ep=2)),
@@ -58,6 +60,7 @@ def recipe_of(name: str, precision: str, layout: Layout) -> Recipe:
             "parallelism": {
                 "tensor_model_parallel_size": layout.tp,
                 "pipeline_model_parallel_size": layout.pp,
+                "virtual_pipeline_model_parallel_size": layout.vp if layout.vp > 1 else None,
                 "expert_model_parallel_size": layout.ep,
                 "sequence_parallel": layout.sp,
             },
@@ -79,13 +82,13 @@ def _held(recipe: Recipe) -> Held:
     select_device("cpu")
     groups = init_model_parallel(recipe.parallelism, seed=1)
     student = wrap_for_training(recipe, groups, build_student(recipe, groups))
-    buffers = [*student.model.buffers, *student.model.expert_parallel_buffers]
+    buffers = [buffer for chunk in student.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     for buffer in buffers:
         buffer.grad_data.fill_(1e-3)
     student.optimizer.step()
     held = Held(
         stage=groups.pp_rank,
-        parameters=sum(parameter.numel() for parameter in student.model.parameters()),
+        parameters=sum(parameter.numel() for parameter in student.wrapped.parameters()),
         weights=sum(_bytes(buffer.param_data) for buffer in buffers),
         gradients=sum(_bytes(buffer.grad_data) for buffer in buffers),
         optimizer=sum(_optimizer_bytes(part) for part in student.optimizer.chained_optimizers),

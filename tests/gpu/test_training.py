@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.assets import environment, megatron_kd, succeed, tiny_recipe
+from tests.assets import environment, megatron_kd, steps_of, succeed, tiny_recipe
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -59,3 +60,24 @@ def test_memory_that_runs_out_leaves_a_snapshot(tmp_path: Path) -> None:
     assert "out of memory in phase " in line and "reserved" in line and "memory_rank_0.pickle" in line
     snapshot = tmp_path / "run/logs/memory_rank_0.pickle"
     assert {"segments", "device_traces"} <= pickle.loads(snapshot.read_bytes()).keys()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two stages need two GPUs")
+def test_interleaved_stages_train_as_whole_ones(tmp_path: Path) -> None:
+    recipe = tiny_recipe(
+        tmp_path,
+        cluster={"gpu": "h200", "gpus_per_node": 2},
+        parallelism={"pipeline_model_parallel_size": 2},
+        student={"from_teacher": {"ffn_hidden_size": 80}},
+        training={"train_iters": 4, "precision": "fp32"},
+    )
+    alone = ("cluster.gpus_per_node=1", "parallelism.pipeline_model_parallel_size=1")
+    for command in (("convert", "import"), ("prepare",), ("capture",)):
+        succeed(megatron_kd(*command, recipe, *alone))
+    losses = []
+    for chunks in ("null", "2"):
+        run = tmp_path / f"chunks_{chunks}"
+        words = (f"parallelism.virtual_pipeline_model_parallel_size={chunks}", f"run_dir={run}")
+        succeed(megatron_kd("train", recipe, *words, ranks=2))
+        losses.append([step["loss/kd"] for step in steps_of(run)])
+    assert len(losses[0]) == 4 and losses[1] == pytest.approx(losses[0], rel=1e-4)

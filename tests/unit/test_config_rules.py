@@ -21,6 +21,7 @@ from megatron_kd.losses.arguments import MODES
 REPOSITORY = Path(__file__).resolve().parents[2]
 BASE = REPOSITORY / "recipes" / "smollm2_cpu.yaml"
 
+STAGES = ["parallelism.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"]
 OTHER_VOCABULARY = ["student.model=tiny_llama", "student.from_teacher=null"]
 
 SIX = "cluster.gpus_per_node=6"
@@ -78,6 +79,26 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
         (
             ["parallelism.pipeline_model_parallel_size=3", "cluster.gpus_per_node=3"],
             ["pipeline_model_parallel_size 3", "student.model.num_layers 10", "one of 1, 2, 5, 10"],
+        ),
+        (
+            ["parallelism.virtual_pipeline_model_parallel_size=2"],
+            ["virtual_pipeline_model_parallel_size 2 needs", "pipeline_model_parallel_size above 1", "set it to null"],
+        ),
+        (
+            [*STAGES, "parallelism.virtual_pipeline_model_parallel_size=2", "training.global_batch_size=2"],
+            ["2 × virtual_pipeline_model_parallel_size 2 = 4", "student.model.num_layers 10", "one of 5 or null"],
+        ),
+        (
+            [*STAGES, "parallelism.virtual_pipeline_model_parallel_size=5", "training.global_batch_size=3"],
+            ["groups of parallelism.pipeline_model_parallel_size 2", "makes 3 of them", "use 4, or set"],
+        ),
+        (
+            [
+                *STAGES,
+                "parallelism.virtual_pipeline_model_parallel_size=5",
+                "training={global_batch_size: 2, recompute_granularity: full, recompute_num_layers: 2}",
+            ],
+            ["recompute_num_layers 2 is more than the 1 layers", "on a pipeline stage in one chunk"],
         ),
         (
             ["parallelism.context_parallel_size=7", "cluster.gpus_per_node=7"],
@@ -256,6 +277,8 @@ def test_refused(overrides: list[str], words: list[str]) -> None:
         ["cluster.gpus_per_node=2", "training.global_batch_size=2"],
         ["parallelism.tensor_model_parallel_size=3", "cluster.gpus_per_node=6", "training.global_batch_size=4"],
         ["parallelism.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"],
+        # Chunks of the student's layers; the teacher keeps whole stages.
+        [*STAGES, "parallelism.virtual_pipeline_model_parallel_size=5", "training.global_batch_size=4"],
         ["parallelism.context_parallel_size=2", "cluster.gpus_per_node=2"],
         ["parallelism={tensor_model_parallel_size: 3, context_parallel_size: 2, sequence_parallel: true}", SIX],
         [*MOE, "parallelism.expert_model_parallel_size=2", "cluster.gpus_per_node=4"],

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_kd.config import Recipe, load_model, load_recipe
@@ -121,6 +122,27 @@ def test_a_pipeline_holds_more_on_its_first_stage() -> None:
     step = plan_step(recipe)
     alone = plan_step(recipe_of(parallelism={**ONE, "context_parallel_size": 2}))
     assert step.parts["pipeline_bubble"] > 0 == alone.parts["pipeline_bubble"]
+
+
+def test_interleaved_stages_wait_less_and_hold_more() -> None:
+    def of(chunks: int | None) -> tuple[Layout, dict[str, float], list[float]]:
+        stages = {"pipeline_model_parallel_size": 4, "context_parallel_size": 2, "expert_model_parallel_size": 1}
+        interleaved = {"virtual_pipeline_model_parallel_size": chunks}
+        recipe = recipe_of(parallelism={**ONE, **stages, **interleaved})
+        backward = [m.parts["activations"] for m in moments(recipe) if m.moment == "backward"]
+        return Layout.of(recipe), plan_step(recipe).parts, backward
+
+    layout, parts, held = of(None)
+    chunked, shorter, more = of(3)
+    # The bubble is (p − 1) / v micro batches (arXiv:2104.04473, section 2.2.2); everything else but messages stays.
+    assert shorter["pipeline_bubble"] == pytest.approx(parts["pipeline_bubble"] / 3)
+    assert shorter["forward"] == pytest.approx(parts["forward"]) and shorter["communication"] > parts["communication"]
+    # In units of chunks, a third of a stage: 2·3 + 2·4 + 1 on the first, 2·4 + 1 on the last.
+    assert [chunked.in_flight(stage) for stage in (0, 3)] == [15, 9]
+    assert more[0] == pytest.approx(held[0] * 15 / 3 / 4, rel=0.1) and more[3] > 2 * held[3]
+    layers = [chunked.layers_of(stage, 24) for stage in range(4)]
+    assert layers[1] == [2, 3, 10, 11, 18, 19] and sorted(np.ravel(layers)) == list(range(24))
+    assert layout.layers_of(1, 24) == [6, 7, 8, 9, 10, 11]
 
 
 def test_recomputation_costs_a_forward_pass() -> None:
