@@ -49,13 +49,27 @@ CASES = [
     Case("llama", Layout(4, pp=2, cp=2), Layout(4, tp=2, sp=True, cp=2)),
 ]
 EVALUATED, CAPTURED = CASES[0], CASES[1]
-OFFLOADED = [CASES[0], CASES[3]]
+OFFLOADED = [CASES[3]]
 
 
 def _recipe(folder: Path, kind: str) -> Path:
     """A recipe whose rows begin with masked tokens. GPT-OSS has packed documents, and another model as student."""
     draw = np.random.default_rng(5)
-    words = ["An", "expression", "is", "a", "statement", "that", "names", "each", "value", "once", "more", "in", "order"]
+    words = [
+        "An",
+        "expression",
+        "is",
+        "a",
+        "statement",
+        "that",
+        "names",
+        "each",
+        "value",
+        "once",
+        "more",
+        "in",
+        "order",
+    ]
     texts = [" ".join(draw.choice(words, 4 + i % 17)) for i in range(99)]
     folder.mkdir()
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
@@ -143,7 +157,8 @@ def _case(recipe: Path, case: Case) -> dict[Any, Passed]:
 
     def passed(*overrides: str) -> Passed:
         loaded = recipe_in(recipe, case.student, batch, *overrides)
-        return _passed(trainer, loaded, evaluates=case == EVALUATED and loaded.teacher.mode == "online")
+        evaluates = case == EVALUATED and loaded.teacher.mode == "online" and loaded.teacher.targets == "top_k"
+        return _passed(trainer, loaded, evaluates=evaluates)
 
     found: dict[Any, Passed] = {"offline": passed()}
     for targets in TARGETS:
@@ -178,7 +193,10 @@ def _rank(rank: int, world: int, recipes: dict[str, Path]) -> dict[Any, Any]:
     found: dict[Any, Any] = {case: _case(recipes[case.kind], case) for case in CASES if case.student.world == world}
     if world == CAPTURED.student.world:
         found["captured"] = _captured(recipes[CAPTURED.kind], CAPTURED)
-    import sys, time; print("CPU", world, rank, time.process_time(), file=sys.stderr)
+    import sys
+    import time
+
+    print("CPU", world, rank, time.process_time(), file=sys.stderr)
     return found
 
 
@@ -241,11 +259,9 @@ def test_offloaded_weights_are_gone_in_the_students_pass_and_change_no_bit(
 
 def test_evaluations_are_equal(found: dict[Any, list[Any]]) -> None:
     for rank in found[EVALUATED]:
-        for targets in TARGETS:
-            shared = rank[targets, "shared"].evaluation
-            assert shared["eval/kd"] > 0.01
-            assert rank[targets, "own"].evaluation == pytest.approx(shared, rel=1e-5)
-            assert rank[targets, "own", "offload"].evaluation == rank[targets, "own"].evaluation
+        shared = rank["top_k", "shared"].evaluation
+        assert shared["eval/kd"] > 0.01
+        assert rank["top_k", "own"].evaluation == pytest.approx(shared, rel=1e-5)
 
 
 def test_a_capture_runs_in_the_teachers_own_layout(found: dict[Any, list[Any]]) -> None:
