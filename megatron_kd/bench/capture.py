@@ -92,6 +92,7 @@ def bench_capture(
     with tempfile.TemporaryDirectory(prefix="megatron-kd-bench-") as name:
         folder = Path(name)
         loaded = _with_inputs(path, overrides, folder, rows, row_length, threads, say, show_progress)
+        loaded = loaded.in_teacher_layout()
         groups = join_ranks(loaded)
         with fail_together("opening the samples"):
             samples = open_samples(loaded.data.samples)
@@ -134,7 +135,7 @@ def _with_inputs(
     loaded = recipe_with(path, overrides, {})
     check_engine(loaded)
     for axis, kind in (("pipeline_model", "of one stage"), ("context", "on whole rows")):
-        size = getattr(loaded.parallelism, f"{axis}_parallel_size")
+        size = getattr(loaded.in_teacher_layout().parallelism, f"{axis}_parallel_size")
         if size > 1:
             raise ConfigError(
                 f"bench capture measures a teacher {kind}, parallelism.{axis}_parallel_size is {size}: set it to 1"

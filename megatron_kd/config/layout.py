@@ -79,6 +79,8 @@ class ParallelismConfig(Section):
                 f"{key}.sequence_parallel needs {key}.tensor_model_parallel_size above 1, not 1: "
                 "set sequence_parallel to false"
             )
+        if self.virtual_pipeline_model_parallel_size is not None and "student.model" not in models:
+            yield f"{key}.virtual_pipeline_model_parallel_size interleaves the student's stages alone: set it to null"
         yield from self._length_problems(seq_length, key)
         seen: list[dict[str, int]] = []
         for where, model in models.items():
@@ -94,6 +96,11 @@ class ParallelismConfig(Section):
                     f"({model.name}): set it to one of {_divisors(model.num_layers)}"
                 )
         yield from self._expert_problems(cluster, models, f"{key}.expert_model_parallel_size", key)
+
+    @property
+    def whole_stages(self) -> ParallelismConfig:
+        """The same without interleaved chunks: how a teacher in the student's layout stands."""
+        return self.model_copy(update={"virtual_pipeline_model_parallel_size": None})
 
     @property
     def chunks(self) -> int:

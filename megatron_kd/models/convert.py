@@ -58,10 +58,10 @@ def import_model(
 ) -> ImportReport:
     """Imports the model of one role from its ``model.hf`` into its ``checkpoint``. Collective over all ranks.
 
-    Alone it is done on the CPU, in the memory of one copy of the model; among several ranks in the recipe's layout and
-    on its devices, each rank its shard. The checkpoint loads in any layout either way. Weights stay in the dtype they
-    are stored in; the precision of a run is applied when it loads them. Beside them are kept the tokenizer, config.json
-    and generation_config.json.
+    Alone it is done on the CPU, in the memory of one copy of the model; among several ranks in the recipe's layout (a
+    teacher's own where it has one) and on its devices, each rank its shard. The checkpoint loads in any layout either
+    way. Weights stay in the dtype they are stored in; the precision of a run is applied when it loads them. Beside them
+    are kept the tokenizer, config.json and generation_config.json.
 
     Args:
         allow_pickle: see ``open_hf_weights``.
@@ -71,6 +71,8 @@ def import_model(
         CheckpointError: the source is damaged or of another architecture, or the destination holds another model.
         LaunchError: started among several ranks, but not those of the recipe.
     """
+    if role == "teacher":
+        recipe = recipe.in_teacher_layout()
     part = recipe.teacher if role == "teacher" else recipe.student
     model, destination = part.model, part.checkpoint
     if destination is None:

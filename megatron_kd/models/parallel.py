@@ -133,7 +133,7 @@ def make_groups(parallelism: ParallelismConfig, timeout: timedelta) -> None:
         context_parallel_size=cp,
         expert_model_parallel_size=parallelism.expert_model_parallel_size,
         expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
-        distributed_timeout_minutes=timeout.total_seconds() / 60,  # type: ignore[arg-type]  # it becomes a timedelta
+        distributed_timeout_minutes=timeout.total_seconds() / 60,  # it becomes a timedelta
     )
 
 

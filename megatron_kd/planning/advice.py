@@ -28,7 +28,9 @@ def _changes(recipe: Recipe) -> Iterator[Recipe]:
         yield _with(recipe, "loss", chunk_mib=512.0)
     if recipe.teacher.mode == "online":
         # Without a cache yet, CACHE stands for the folder of the one that is to be captured.
-        yield _with(recipe, "teacher", mode="offline", targets="top_k", cache=recipe.teacher.cache or "CACHE")
+        cache = recipe.teacher.cache or "CACHE"
+        yield _with(recipe, "teacher", mode="offline", targets="top_k", cache=cache, offload=False)
+        yield _with(recipe, "teacher", offload=True)
     if recipe.training.micro_batch_size > 1:
         yield _with(recipe, "training", micro_batch_size=1)
     if recipe.training.recompute_granularity != "full":

@@ -72,6 +72,11 @@ def stage_exchange(model: ModelConfig, layout: Layout, gpu: GPU) -> float:
     return layout.vp * 2 * layout.slice_tokens * model.hidden_size * layout.itemsize / (efficiency.LINK * rate)
 
 
+def answer_exchange(size: float, layout: Layout, gpu: GPU) -> float:
+    """So many bytes to a rank from ranks anywhere, once a step."""
+    return size / (efficiency.ALL_TO_ALL * _all_to_all_bandwidth(layout, gpu, layout.world))
+
+
 def gradient_reduction(held: Parameters, layout: Layout, gpu: GPU) -> float:
     """Once a step, nothing beside it: float32 gradients scattered, weights gathered, over data-parallel ranks."""
     seconds = 0.0

@@ -16,6 +16,6 @@ def device_of(recipe: Recipe) -> GPU:
     """
     if recipe.cluster.gpu == "cpu":
         peak = CPU_FLOPS_PER_CORE * (recipe.training.threads or CPU_THREADS / recipe.cluster.gpus_per_node)
-        return GPU(float("inf"), peak, peak, CPU_MEMORY_BANDWIDTH, CPU_LINK, CPU_LINK)
+        return GPU(float("inf"), peak, peak, CPU_MEMORY_BANDWIDTH, CPU_LINK, CPU_LINK, CPU_MEMORY_BANDWIDTH / 2)
     gpu = GPUS[recipe.cluster.gpu]
     return gpu if recipe.training.precision == "bf16" else replace(gpu, peak_flops=gpu.float32_flops)

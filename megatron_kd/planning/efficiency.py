@@ -34,6 +34,8 @@ LINK = 0.70
 """NCCL's rings in a node with messages of tens of MB; the network likewise."""
 ALL_TO_ALL = 0.60
 """Experts and context-parallel attention: many smaller messages, uneven with experts."""
+HOST_LINK = 0.80
+"""Large copies from pinned memory: about 50 of PCIe 5.0's 64 GB/s; all GPUs of a node copy at once."""
 TENSOR_PARALLEL_EXPOSED = 0.80
 """Share of tensor-parallel collectives that no product hides (no userbuffers overlap is set)."""
 

@@ -14,9 +14,10 @@ from megatron_kd.planning.activations import stage_activations
 from megatron_kd.planning.device import device_of
 from megatron_kd.planning.efficiency import COMMUNICATOR_GIB, CONTEXT_GIB, FRAGMENTATION, GIB, HOST_CPU_GIB, USABLE
 from megatron_kd.planning.layout import Layout
-from megatron_kd.planning.loss_workspace import LossShape, default_budget, loss_workspace, resolved_mode, target_bytes
+from megatron_kd.planning.loss_workspace import LossShape, loss_workspace, resolved_mode, target_bytes
 from megatron_kd.planning.parameters import Parameters, rank_parameters
 from megatron_kd.planning.recomputation import Recomputation
+from megatron_kd.planning.teacher import has_own_layout, teacher_layout, teacher_memory
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "loss_workspace", "teacher", "reserve")
 
@@ -30,6 +31,7 @@ class Memory:
         parts: by the names of ``PARTS``.
         limit: what may be filled of the device; infinite on a CPU.
         host_prefetch: targets that are read ahead, in the host's memory for each rank.
+        host_teacher: weights of an offloaded teacher there, for each rank.
     """
 
     stage: int
@@ -37,6 +39,7 @@ class Memory:
     parts: dict[str, float]
     limit: float
     host_prefetch: float
+    host_teacher: float = 0.0
 
     @property
     def total(self) -> float:
@@ -66,8 +69,7 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
         last = stage == layout.pp - 1
         static = _static(rank_parameters(model, layout, stage), layout)
         activations = stage_activations(model, layout, recomputation, stage)
-        teacher = _teacher_weights(recipe, layout, stage)
-        held = _teacher_states(recipe, layout) if last else 0.0
+        taught = teacher_memory(recipe, layout, stage)
         largest = rank_parameters(model, layout, stage).largest * layout.itemsize
         found = [
             (
@@ -75,15 +77,14 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
                 0.0 if layout.itemsize == 4 else largest,
                 activations.kept + activations.backward,
                 workspace.held + target_bytes(shape) if last else 0.0,
-                teacher + held,
+                taught.kept + taught.held,
             )
         ]
         if last:
-            found.append(("loss", 0.0, activations.kept, workspace.peak + target_bytes(shape), teacher + held))
+            loss_moment = workspace.peak + target_bytes(shape)
+            found.append(("loss", 0.0, activations.kept, loss_moment, taught.kept + taught.held))
         if recipe.teacher.mode == "online":
-            forward = stage_activations(recipe.teacher.model, layout.of_teacher, Recomputation(), stage).forward
-            chunk = _extraction(recipe, shape) if last and recipe.teacher.targets == "top_k" else 0.0
-            found.append(("teacher", 0.0, 0.0, 0.0, teacher + held + max(forward, chunk)))
+            found.append(("teacher", 0.0, 0.0, 0.0, taught.kept + taught.held + taught.passing))
         for moment, gradient, activation, loss, teaching in found:
             parts = {
                 **static,
@@ -92,9 +93,9 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
                 "loss_workspace": loss,
                 "teacher": teaching,
             }
-            moving = gradient + activation + loss + teaching - teacher
+            moving = gradient + activation + loss + teaching - taught.kept
             parts["reserve"] = _reserve(recipe, layout, moving)
-            yield Memory(stage, moment, {name: parts[name] for name in PARTS}, limit, prefetch)
+            yield Memory(stage, moment, {name: parts[name] for name in PARTS}, limit, prefetch, taught.host)
 
 
 def _static(held: Parameters, layout: Layout) -> dict[str, float]:
@@ -112,27 +113,6 @@ def _static(held: Parameters, layout: Layout) -> dict[str, float]:
     }
 
 
-def _teacher_weights(recipe: Recipe, layout: Layout, stage: int) -> float:
-    if recipe.teacher.mode != "online":
-        return 0.0
-    return rank_parameters(recipe.teacher.model, layout, stage).total * layout.itemsize
-
-
-def _teacher_states(recipe: Recipe, layout: Layout) -> float:
-    """What the teacher leaves for the loss: hidden states of one micro batch, through several stages of all of them."""
-    if recipe.teacher.mode != "online" or recipe.teacher.targets != "full":
-        return 0.0
-    together = layout.microbatches if layout.pp > 1 else 1
-    return together * layout.slice_tokens * recipe.teacher.model.hidden_size * layout.itemsize
-
-
-def _extraction(recipe: Recipe, shape: LossShape) -> float:
-    """The chunk of logits an online teacher picks its top K from."""
-    if recipe.loss.chunk_mib is not None:
-        return recipe.loss.chunk_mib * 2**20
-    return min(default_budget(shape), shape.tokens * shape.rows * 4)
-
-
 def _prefetch(recipe: Recipe, layout: Layout, shape: LossShape) -> float:
     """Micro batches ready or being read: tokens, labels, weights and targets."""
     ahead = max(recipe.data.prefetch_batches * layout.microbatches, recipe.data.num_workers)
@@ -143,7 +123,8 @@ def _prefetch(recipe: Recipe, layout: Layout, shape: LossShape) -> float:
 def _reserve(recipe: Recipe, layout: Layout, moving: float) -> float:
     if recipe.cluster.gpu == "cpu":
         return HOST_CPU_GIB * GIB
-    sizes = (layout.tp, layout.cp, layout.pp, layout.dense_shards, layout.ep)
+    layouts = [layout, teacher_layout(recipe)] if has_own_layout(recipe) else [layout]
+    sizes = [size for each in layouts for size in (each.tp, each.cp, each.pp, each.dense_shards, each.ep)]
     groups = sum(size > 1 for size in sizes) + (layout.world > 1)
     return (CONTEXT_GIB + COMMUNICATOR_GIB * groups) * GIB + FRAGMENTATION * moving
 

@@ -13,6 +13,7 @@ from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.memory import Memory, plan_memory
 from megatron_kd.planning.parameters import rank_parameters, whole_model
 from megatron_kd.planning.step_time import StepTime, capture_seconds, plan_step
+from megatron_kd.planning.teacher import has_own_layout, teacher_layout
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Plan:
         """For ``--json``; GiB of 2^30 bytes."""
         memory, step, recipe = self.memory, self.step, self.recipe
         limit = None if math.isinf(memory.limit) else memory.limit / GIB
-        layout = Layout.of(recipe)
+        layout, taught_in = Layout.of(recipe), teacher_layout(recipe)
+        teacher_ranks = [rank_parameters(recipe.teacher.model, taught_in, s).total for s in range(taught_in.pp)]
         return {
             "recipe": recipe.name,
             "parameters": {
@@ -47,9 +49,10 @@ class Plan:
             },
             "parameters_per_rank": {
                 "student": max(rank_parameters(recipe.student.model, layout, s).total for s in range(layout.pp)),
-                "teacher": max(rank_parameters(recipe.teacher.model, layout, s).total for s in range(layout.pp)),
+                "teacher": max(teacher_ranks),
             },
             "layout": describe_layout(layout),
+            "teacher_layout": describe_layout(taught_in) if has_own_layout(recipe) else None,
             "memory": {
                 "gpu": recipe.cluster.gpu,
                 "gpu_gib": None if limit is None else limit / USABLE,
@@ -57,7 +60,10 @@ class Plan:
                 "total_gib": memory.total / GIB,
                 "fits": memory.fits,
                 "parts_gib": {name: size / GIB for name, size in memory.parts.items()},
-                "host": {"cache_prefetch_gib": memory.host_prefetch / GIB},
+                "host": {
+                    "cache_prefetch_gib": memory.host_prefetch / GIB,
+                    "teacher_gib": memory.host_teacher / GIB,
+                },
                 "worst_stage": memory.stage,
                 "moment": memory.moment,
             },

@@ -16,6 +16,7 @@ from megatron_kd.planning.loss_time import loss_time
 from megatron_kd.planning.loss_workspace import LossShape, loss_workspace, resolved_mode
 from megatron_kd.planning.parameters import rank_parameters
 from megatron_kd.planning.recomputation import Recomputation
+from megatron_kd.planning.teacher import teacher_layout, teacher_seconds
 from megatron_kd.planning.work import layer_work, projection_flops
 
 NOTHING = Recomputation()
@@ -132,6 +133,7 @@ def plan_step(recipe: Recipe) -> StepTime:
     slowest = max(range(layout.pp), key=spent.__getitem__)
     number = layout.microbatches
     times, is_last = stages[slowest], slowest == layout.pp - 1
+    teacher = _teacher_seconds(recipe, gpu)
     parts = {
         "forward": number * (times.forward - times.exchange),
         "backward": number * (times.backward - times.exchange_backward),
@@ -140,7 +142,8 @@ def plan_step(recipe: Recipe) -> StepTime:
         "communication": number * (times.exchange + times.exchange_backward + stage_exchange(model, layout, gpu)),
         # The pipeline fills and drains chunk by chunk.
         "pipeline_bubble": (layout.pp - 1) * spent[slowest] / layout.vp,
-        "teacher": _teacher_seconds(recipe, layout, gpu),
+        "teacher": teacher,
+        "teacher_transfer": teacher_seconds(recipe, layout, gpu, teacher) if recipe.teacher.mode == "online" else 0.0,
         "gradient_reduction": max(
             gradient_reduction(rank_parameters(model, layout, stage), layout, gpu) for stage in range(layout.pp)
         ),
@@ -196,11 +199,11 @@ def _share(model: ModelConfig, layout: Layout, gpu: GPU, part: str) -> float:
     return wanted / total
 
 
-def _teacher_seconds(recipe: Recipe, layout: Layout, gpu: GPU) -> float:
+def _teacher_seconds(recipe: Recipe, gpu: GPU) -> float:
     """An online teacher's forward passes; its head is part of the loss, with top-K targets of an extraction."""
     if recipe.teacher.mode != "online":
         return 0.0
-    teacher, layout = recipe.teacher.model, layout.of_teacher
+    teacher, layout = recipe.teacher.model, teacher_layout(recipe)
     slowest = max(stage_times(teacher, layout, gpu, stage).forward for stage in range(layout.pp))
     if recipe.teacher.targets == "top_k":
         slowest += extraction_seconds(teacher, layout, gpu)
@@ -224,12 +227,12 @@ def _optimizer_seconds(recipe: Recipe, layout: Layout, gpu: GPU, stage: int) -> 
 
 
 def capture_seconds(recipe: Recipe, tokens: int) -> float:
-    """A capture of so many tokens by all ranks of the recipe, in its layout: the teacher's forward pass and top K."""
+    """A capture of so many tokens by all ranks of the recipe, in the teacher's layout: its forward pass and top K."""
     gpu = device_of(recipe)
     training = recipe.training.model_copy(
         update={"micro_batch_size": recipe.teacher.capture.micro_batch_size, "global_batch_size": 1}
     )
-    layout = Layout.of(recipe.model_copy(update={"training": training})).of_teacher
+    layout = Layout.of(recipe.in_teacher_layout().model_copy(update={"training": training})).of_teacher
     teacher = recipe.teacher.model
     slowest = max(stage_times(teacher, layout, gpu, stage).forward for stage in range(layout.pp))
     slowest += extraction_seconds(teacher, layout, gpu)

@@ -61,6 +61,12 @@ def candidates(recipe: Recipe, nodes: int) -> Iterator[Recipe]:
     """The recipe in every layout that its own rules allow on so many nodes; its batch and models stay."""
     cluster = recipe.cluster.model_copy(update={"nodes": nodes})
     models = {"teacher.model": recipe.teacher.model, "student.model": recipe.student.model}
+    own = recipe.teacher.parallelism
+    if own is not None:
+        # The teacher keeps its own layout; where that does not go with so many nodes, no layout does.
+        if any(own.problems(cluster, recipe.data.seq_length, {"teacher.model": recipe.teacher.model})):
+            return
+        del models["teacher.model"]
     experts = EXPERT_SIZES if any(model.num_moe_experts for model in models.values()) else (1,)
     chunks = CHUNKS_MIB if recipe.loss.implementation != "dense" else (recipe.loss.chunk_mib,)
     for tp, pp, cp, ep in product(SIZES, SIZES, SIZES, experts):
@@ -139,7 +145,7 @@ _KEYS = {
         "recompute_modules",
     ),
     "loss": ("implementation", "chunk_mib"),
-    "teacher": ("mode", "targets", "cache"),
+    "teacher": ("mode", "targets", "cache", "offload"),
 }
 
 

@@ -11,6 +11,7 @@ from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.plan import Plan
 from megatron_kd.planning.recomputation import Recomputation
 from megatron_kd.planning.suggest import Suggestion
+from megatron_kd.planning.teacher import has_own_layout, teacher_layout
 
 MOMENTS = {
     "loss": "while its loss is computed",
@@ -42,12 +43,15 @@ def _heading(plan: Plan) -> list[str]:
     recipe, layout = plan.recipe, Layout.of(plan.recipe)
     where = f"{recipe.cluster.nodes} × {recipe.cluster.gpus_per_node} × {recipe.cluster.gpu}"
     teacher = f"{recipe.teacher.model.name} {recipe.teacher.mode}"
-    return [
+    lines = [
         f"{recipe.name}: {teacher} → {recipe.student.model.name}, {recipe.loss.implementation} loss, {where}",
         f"{layout_words(layout, Recomputation.of(recipe))}; {layout.microbatches} micro "
         f"batch{'' if layout.microbatches == 1 else 'es'} of "
         f"{layout.micro_rows} × {layout.row_tokens:,} tokens",
     ]
+    if has_own_layout(recipe):
+        lines.append(f"the teacher in its own layout: {layout_words(teacher_layout(recipe), Recomputation())}")
+    return lines
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -59,6 +63,8 @@ def _memory(plan: Plan) -> list[str]:
     if not memory.fits:
         lines += _why_not(plan)
     lines.append(f"  {'host, per rank':<18} {memory.host_prefetch / GIB:>8.2f}  read ahead")
+    if memory.host_teacher:
+        lines.append(f"  {'':<18} {memory.host_teacher / GIB:>8.2f}  the teacher's weights, pinned")
     return lines
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Self
 
@@ -101,8 +102,9 @@ class OnlineTeacher:
         """
         teacher = recipe.teacher
         self._groups, self._full, self._temperature = groups, teacher.targets == "full", teacher.temperatures[0]
-        own = teacher.parallelism if teacher.parallelism != recipe.parallelism else None
-        self._second = None if own is None else join_second_layout(own)
+        own = teacher.parallelism if teacher.parallelism != recipe.parallelism.whole_stages else None
+        timeout = timedelta(minutes=recipe.training.distributed_timeout_minutes)
+        self._second = None if own is None else join_second_layout(own, timeout)
         random_state = get_random_state()  # ranks of one shard of the student must start from one state
         with self._layout():
             engine = MegatronTeacher(recipe.in_teacher_layout(), self._teacher_groups)

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.config import Recipe
+from megatron_kd.planning import layout as planning
+from megatron_kd.planning.teacher import teacher_memory
 from megatron_kd.testing import run_distributed
 from tests.assets import tiny_recipe
 from tests.models_oracles import tiny_gpt_oss_folder
@@ -49,7 +51,7 @@ CASES = [
     Case("llama", Layout(4, pp=2, cp=2), Layout(4, tp=2, sp=True, cp=2)),
 ]
 EVALUATED, CAPTURED = CASES[0], CASES[1]
-OFFLOADED = [CASES[0], CASES[3]]
+OFFLOADED = [CASES[3]]
 
 
 def _recipe(folder: Path, kind: str) -> Path:
@@ -114,11 +116,13 @@ class Passed:
         sums: of the micro batches, on the last stage.
         gradients: of this rank's part of the student, summed over ranks.
         held: bytes of the teacher's weights on the device while the student's pass ran.
+        planned: what the plan says of them for the fullest rank.
     """
 
     sums: torch.Tensor
     gradients: dict[str, np.ndarray[Any, Any]]
-    held: int = 0
+    held: int
+    planned: float
     evaluation: dict[str, float] | None = None
 
 
@@ -137,6 +141,7 @@ def _passed(trainer: Trainer, recipe: Recipe, *, evaluates: bool = False) -> Pas
     def weigh(*_: Any) -> None:
         if teacher is not None:
             seen.append(sum(p.untyped_storage().nbytes() for p in teacher._engine.model.parameters()))
+            seen[-1] += 0 if teacher._head is None else teacher._head.nbytes
 
     handle = model.register_forward_pre_hook(weigh)
     model.zero_grad_buffer()
@@ -147,7 +152,9 @@ def _passed(trainer: Trainer, recipe: Recipe, *, evaluates: bool = False) -> Pas
     if evaluates:
         evaluation = evaluate_model(model.module, distillation, session.samples, None, session.groups, 1)
     total = torch.stack(sums) if sums else torch.zeros(0)
-    return Passed(total, gradients, max(seen, default=0), evaluation)
+    layout = planning.Layout.of(recipe)
+    planned = max(teacher_memory(recipe, layout, stage).kept for stage in range(layout.pp))
+    return Passed(total, gradients, max(seen, default=0), planned, evaluation)
 
 
 def _case(recipe: Path, case: Case) -> dict[Any, Passed]:
@@ -157,7 +164,8 @@ def _case(recipe: Path, case: Case) -> dict[Any, Passed]:
 
     def passed(*overrides: str) -> Passed:
         loaded = recipe_in(recipe, case.student, batch, *overrides)
-        return _passed(trainer, loaded, evaluates=case == EVALUATED and loaded.teacher.mode == "online")
+        evaluates = case == EVALUATED and loaded.teacher.mode == "online" and loaded.teacher.targets == "top_k"
+        return _passed(trainer, loaded, evaluates=evaluates)
 
     found: dict[Any, Passed] = {"offline": passed()}
     for targets in TARGETS:
@@ -251,18 +259,21 @@ def test_offloaded_weights_are_gone_in_the_students_pass_and_change_no_bit(
             there, gone = rank[targets, layout], rank[targets, layout, "offload"]
             assert torch.equal(there.sums, gone.sums)
             assert all(np.array_equal(there.gradients[name], gone.gradients[name]) for name in there.gradients)
-            # The loss needs the head of a teacher that shares the student's layout; of another it has its own.
-            head = 0.3 * there.held if (targets, layout) == ("full", "shared") else 0
-            assert gone.held <= head < there.held
+            # What stays is the head that the loss of whole distributions needs.
+            assert gone.held < 0.3 * there.held and (gone.held > 0) == (targets == "full")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_weights_on_a_device_are_those_of_the_plan(found: dict[Any, list[Any]], case: Case) -> None:
+    for taught in found[case][0]:
+        assert max(rank[taught].held for rank in found[case]) == found[case][0][taught].planned, taught
 
 
 def test_evaluations_are_equal(found: dict[Any, list[Any]]) -> None:
     for rank in found[EVALUATED]:
-        for targets in TARGETS:
-            shared = rank[targets, "shared"].evaluation
-            assert shared["eval/kd"] > 0.01
-            assert rank[targets, "own"].evaluation == pytest.approx(shared, rel=1e-5)
-            assert rank[targets, "own", "offload"].evaluation == rank[targets, "own"].evaluation
+        shared = rank["top_k", "shared"].evaluation
+        assert shared["eval/kd"] > 0.01
+        assert rank["top_k", "own"].evaluation == pytest.approx(shared, rel=1e-5)
 
 
 def test_a_capture_runs_in_the_teachers_own_layout(found: dict[Any, list[Any]]) -> None:

@@ -129,6 +129,11 @@ def test_planned_tables_are_the_plan_s() -> None:
         extra = [] if words == "none" else words.split()
         plan = planned("recipes/gptoss20b_32k/offline_1node.yaml", *extra)
         assert [memory, step] == shown(plan), words
+    assert len(table("teacher")) == 4
+    for words, memory, host, step in table("teacher"):
+        plan = planned("recipes/gptoss20b_32k/online_4node.yaml", *([] if words == "none" else words.split()))
+        seconds = f"{plan.step.seconds:.2f} s"
+        assert [memory, host, step] == [shown(plan)[0], f"{plan.memory.host_teacher / GIB:.0f}", seconds], words
     plan = planned("recipes/gptoss20b_32k/offline_1node.yaml")
     assert f"{plan.capture_hours:.0f} GPU-hours by the plan" in GUIDES["scaling"]
 

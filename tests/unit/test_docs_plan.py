@@ -64,6 +64,7 @@ def test_the_assumptions_are_those_of_the_code() -> None:
         f"| attention in a window | {efficiency.WINDOWED_ATTENTION:.2f} |",
         f"| memory bandwidth | {efficiency.MEMORY_BANDWIDTH:.2f} |",
         f"| links: rings / all-to-all | {efficiency.LINK:.2f} / {efficiency.ALL_TO_ALL:.2f} |",
+        f"NVLink-C2C 225 GB/s a GPU) | {efficiency.HOST_LINK:.2f} |",
         f"{efficiency.CONTEXT_GIB} GiB context and workspaces, {efficiency.COMMUNICATOR_GIB} GiB a communicator",
         f"at most {100 * efficiency.USABLE:g} % of",
         f"taken {efficiency.MOE_KEPT_IMBALANCE} times the mean",
