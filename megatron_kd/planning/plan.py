@@ -57,7 +57,10 @@ class Plan:
                 "total_gib": memory.total / GIB,
                 "fits": memory.fits,
                 "parts_gib": {name: size / GIB for name, size in memory.parts.items()},
-                "host": {"cache_prefetch_gib": memory.host_prefetch / GIB},
+                "host": {
+                    "cache_prefetch_gib": memory.host_prefetch / GIB,
+                    "optimizer_gib": memory.host_optimizer / GIB,
+                },
                 "worst_stage": memory.stage,
                 "moment": memory.moment,
             },

@@ -58,6 +58,8 @@ def _memory(plan: Plan) -> list[str]:
     if not memory.fits:
         lines += _why_not(plan)
     lines.append(f"  {'host, per rank':<18} {memory.host_prefetch / GIB:>8.2f}  read ahead")
+    if memory.host_optimizer:
+        lines.append(f"  {'host, per rank':<18} {memory.host_optimizer / GIB:>8.2f}  optimizer, offloaded")
     return lines
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,16 @@ import pytest
 import torch
 
 from megatron_kd.errors import KDError
-from megatron_kd.testing import run_distributed
+from megatron_kd.testing import RankFailedError, run_distributed
+from megatron_kd.training.logs import log_to_file
+from megatron_kd.training.phases import Phases
+from megatron_kd.training.watchdog import Watchdog
 from tests.assets import steps_of, succeed
 from tests.e2e.road import captured_road, one_error_line
 from tests.training_runs import Layout, leave_layout, recipe_in
 from tests.warm import Started, start, warm
 
-HANG_S, COLLECTIVE_S = 4.0, 6.0
+HANG_S, COLLECTIVE_S = 8.0, 8.0
 EVERY, KEPT = 2, 1
 
 
@@ -71,6 +75,36 @@ def test_a_rank_that_stands_still_ends_all(recipe: Path, tmp_path: Path) -> None
         assert "Current thread" in log or "Thread 0x" in log, "all stacks are in the log"
         assert "train_step" in log or "_agree" in log, "what the main thread was in"
     assert "in iteration " in ended["watchdog"][0].stderr and "phase " in ended["watchdog"][0].stderr
+
+
+def _slow_and_hanging(rank: int, world: int, log: Path) -> None:
+    """Work that is heard of, a phase that may be slow, and a wait without an end."""
+    phases = Phases()
+
+    def ended() -> None:
+        log.with_suffix(".status").write_text("failed")
+
+    watchdog = Watchdog(phases, log, limit_s=1.0, collective_timeout_s=0.5, on_end=ended)
+    with log_to_file(log, warn_on_terminal=False), watchdog:
+        for _ in range(30):
+            time.sleep(0.05)
+            phases.beat()
+        with phases("checkpoint"):
+            time.sleep(1.5)
+        log.with_suffix(".far").touch()
+        with phases("data"):
+            threading.Event().wait()
+
+
+def test_the_watchdog_lets_slow_phases_be_and_ends_a_hang(tmp_path: Path) -> None:
+    log = tmp_path / "rank_0.log"
+    with pytest.raises(RankFailedError, match="died with exit code 1"):
+        run_distributed(_slow_and_hanging, 1, log)
+    assert log.with_suffix(".far").exists(), "it was not ended while it got something done"
+    text = log.read_text()
+    assert "in iteration 0, phase data: it is alone" in text and str(log) in text
+    assert "in wait" in text and "_slow_and_hanging" in text, "the line that hangs"
+    assert log.with_suffix(".status").read_text() == "failed"
 
 
 def _train(recipe: Path, *overrides: str) -> dict[str, Any]:
