@@ -121,7 +121,7 @@ def init_model_parallel(
             context_parallel_size=cp,
             expert_model_parallel_size=parallelism.expert_model_parallel_size,
             expert_tensor_parallel_size=parallelism.expert_tensor_parallel_size,
-            distributed_timeout_minutes=timeout.total_seconds() / 60,  # type: ignore[arg-type]  # it becomes a timedelta
+            distributed_timeout_minutes=timeout.total_seconds() / 60,
         )
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

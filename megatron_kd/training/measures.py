@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from megatron_kd.device import current_device, peak_memory_bytes
+from megatron_kd.device import current_device, lost_ranks_reported, peak_memory_bytes
 from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.training.session import Session
 from megatron_kd.training.step import StepResult
 
 
+@lost_ranks_reported()
 def measure(session: Session, done: StepResult, seconds: float, waited_s: float) -> dict[str, float]:
     """Adds speed and memory: the slowest rank's time, waiting for data included, the fullest rank's memory."""
     recipe = session.recipe

@@ -126,7 +126,7 @@ def _alone(rank: int, world: int, recipe: Path, folder: Path) -> dict[str, Any]:
         "checkpoint.save_interval=3",
         f"checkpoint.keep={KEPT}",
     ]
-    found = {"whole": _train(recipe, f"run_dir={folder / 'whole'}", *stopping)}
+    found: dict[str, Any] = {"whole": _train(recipe, f"run_dir={folder / 'whole'}", *stopping)}
     found["again"] = _train(recipe, f"run_dir={folder / 'whole'}", *stopping)
     middle = (found["whole"]["iteration"] - 3) // 3 * 3
     _train(recipe, f"run_dir={folder / 'parts'}", *stopping, f"training.train_iters={middle}")
@@ -147,7 +147,7 @@ def _out_of_memory(recipe: Path, run_dir: Path) -> str:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.\nGPU 0 has …")
         return through(*arguments)
 
-    step.total_sums = fails_in_the_third
+    step.total_sums = fails_in_the_third  # type: ignore[assignment]
     try:
         return str(_train(recipe, f"run_dir={run_dir}", "training.memory_snapshot=true", "training.micro_batch_size=2"))
     except KDError as error:

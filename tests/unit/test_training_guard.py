@@ -127,7 +127,7 @@ def test_heartbeats_tell_the_silent_from_the_living() -> None:
         living.beat("iteration 3, phase data")
         beating = threading.Timer(0.05, lambda: living.beat("iteration 4, phase data"))
         beating.start()
-        assert looking.silent(0.3) == {1: "iteration 3, phase data", 3: "never heard of"}
+        assert looking.silent(0.1) == {1: "iteration 3, phase data", 3: "never heard of"}
         beating.join()
     finally:
         dist.destroy_process_group()
