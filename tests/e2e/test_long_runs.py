@@ -24,7 +24,7 @@ from tests.training_runs import Layout, leave_layout, recipe_in
 from tests.warm import Started, start, warm
 
 HANG_S, COLLECTIVE_S = 8.0, 8.0
-EVERY, KEPT = 2, 1
+EVERY, KEPT, DELTA = 2, 1, 0.004
 
 
 @pytest.fixture(scope="module")
@@ -119,7 +119,7 @@ def _alone(rank: int, world: int, recipe: Path, folder: Path) -> dict[str, Any]:
     stopping = [
         f"training.eval_interval={EVERY}",
         "training.early_stopping.patience=2",
-        "training.early_stopping.min_delta=0.05",
+        f"training.early_stopping.min_delta={DELTA}",
         "training.train_iters=60",
         "optimizer.lr=3e-3",
         "optimizer.lr_decay_iters=60",
@@ -177,12 +177,12 @@ def _checkpoints(run_dir: Path) -> list[int]:
 
 
 def test_early_stopping_by_hand(folder: Path, found: dict[str, Any]) -> None:
-    """The first evaluation that 2 later ones do not undercut by more than 0.05 is the best; there it ends."""
+    """The first evaluation that 2 later ones do not undercut by more than DELTA nats is the best; there it ends."""
     report, run_dir = found["whole"], folder / "whole"
     kd = _evaluations(run_dir)
     best, waited, stop = 0, 0, None
     for iteration in range(EVERY, max(kd) + 1, EVERY):
-        if kd[iteration] < kd[best] - 0.05:
+        if kd[iteration] < kd[best] - DELTA:
             best, waited = iteration, 0
         else:
             waited += 1
