@@ -46,7 +46,9 @@ def activation_offload_problems(
         )
 
 
-def optimizer_offload_problems(optimizer: OptimizerConfig, cluster: ClusterConfig) -> Iterator[str]:
+def optimizer_offload_problems(
+    optimizer: OptimizerConfig, training: TrainingConfig, cluster: ClusterConfig
+) -> Iterator[str]:
     """What is wrong with ``optimizer.optimizer_cpu_offload``."""
     if not optimizer.optimizer_cpu_offload:
         if optimizer.optimizer_offload_fraction != 1.0:
@@ -58,4 +60,9 @@ def optimizer_offload_problems(optimizer: OptimizerConfig, cluster: ClusterConfi
         yield (
             "optimizer.optimizer_cpu_offload moves what lies on a GPU, and Megatron-Core's optimizer for it fails "
             "without one: set it to false on a CPU"
+        )
+    elif training.precision == "fp32":
+        yield (
+            "optimizer.optimizer_cpu_offload is for training.precision bf16: Megatron-Core's optimizer for it takes no "
+            "float32 weights; set precision to bf16, or optimizer_cpu_offload to false"
         )

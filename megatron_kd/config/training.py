@@ -140,7 +140,7 @@ class OptimizerConfig(Section):
 
     def problems(self, training: TrainingConfig, cluster: ClusterConfig) -> Iterator[str]:
         """What is wrong between the schedule and the length of the run, and with what is offloaded."""
-        yield from optimizer_offload_problems(self, cluster)
+        yield from optimizer_offload_problems(self, training, cluster)
         end, key = self.lr_decay_iters, "optimizer.lr_decay_iters"
         if end is None:
             end, key = training.train_iters, "training.train_iters"

@@ -189,6 +189,10 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
             ["moves what lies on a GPU", "false on a CPU"],
         ),
         (
+            ["optimizer.optimizer_cpu_offload=true", "cluster.gpu=h200", "training.precision=fp32"],
+            ["optimizer_cpu_offload is for training.precision bf16"],
+        ),
+        (
             ["optimizer.optimizer_offload_fraction=0.5"],
             ["fraction is 0.5, but optimizer.optimizer_cpu_offload"],
         ),
