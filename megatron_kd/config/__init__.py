@@ -7,6 +7,7 @@ from megatron_kd.config.load import dump_recipe, load_model, load_recipe
 from megatron_kd.config.loss import LossConfig
 from megatron_kd.config.model import ModelConfig
 from megatron_kd.config.profile import ProfileConfig
+from megatron_kd.config.offload import OFFLOAD_KEYS
 from megatron_kd.config.recompute import RECOMPUTE_KEYS
 from megatron_kd.config.roles import CaptureConfig, FromTeacherConfig, HFEngineConfig, StudentConfig, TeacherConfig
 from megatron_kd.config.schema import Recipe
@@ -20,6 +21,7 @@ from megatron_kd.config.training import (
 )
 
 __all__ = [
+    "OFFLOAD_KEYS",
     "RECOMPUTE_KEYS",
     "CaptureConfig",
     "CheckpointConfig",

@@ -120,4 +120,4 @@ class Recipe(Section):
         # An offline run never loads the teacher, but its capture does, with the same layout.
         yield from self.parallelism.problems(self.cluster, self.data.seq_length, models)
         yield from self.loss.problems(self.teacher)
-        yield from self.optimizer.problems(self.training)
+        yield from self.optimizer.problems(self.training, self.cluster)

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from megatron_kd.config.base import Section
 from megatron_kd.config.layout import ClusterConfig, ParallelismConfig
 from megatron_kd.config.model import ModelConfig, Positive
+from megatron_kd.config.offload import activation_offload_problems, optimizer_offload_problems
 from megatron_kd.config.recompute import RecomputeModule, recompute_problems, with_recompute_defaults
 
 NonNegative = Annotated[int, Field(ge=0)]
@@ -51,6 +52,10 @@ class TrainingConfig(Section):
     """Steps taken that a loss is compared with; before there are so many, none is a spike."""
     max_skipped_steps: NonNegative = 10
     """So many steps may be skipped in a row; at one more the run saves and ends."""
+    cpu_offloading: bool = False
+    """Keep activations of the student in the host's memory between forward and backward pass (Transformer Engine)."""
+    cpu_offloading_num_layers: NonNegative = 0
+    """Of cpu_offloading: so many layers, from the first; one at least stays on the GPU."""
     early_stopping: EarlyStoppingConfig | None = None
     """End on eval/kd, and keep the best checkpoint beside the newest; null: train all of train_iters."""
     memory_snapshot: bool = False
@@ -104,6 +109,7 @@ class TrainingConfig(Section):
                 "eval_interval, or early_stopping to null"
             )
         yield from recompute_problems(self, cluster, parallelism, student)
+        yield from activation_offload_problems(self, cluster, parallelism, student)
 
 
 class OptimizerConfig(Section):
@@ -131,6 +137,10 @@ class OptimizerConfig(Section):
     """Added to the denominator of the update."""
     clip_grad: Annotated[float, Field(ge=0)] = 1.0
     """Largest norm of the gradient; 0: no clipping."""
+    optimizer_cpu_offload: bool = False
+    """Keep master weights and moments in the host's memory, and update there."""
+    optimizer_offload_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of optimizer_cpu_offload: the share of the parameters; the rest is updated on the GPU."""
 
     @model_validator(mode="after")
     def _check_rates(self) -> Self:
@@ -138,8 +148,9 @@ class OptimizerConfig(Section):
             raise ValueError(f"min_lr {self.min_lr} is more than lr {self.lr}: lower optimizer.min_lr")
         return self
 
-    def problems(self, training: TrainingConfig) -> Iterator[str]:
-        """What is wrong between the schedule and the length of the run."""
+    def problems(self, training: TrainingConfig, cluster: ClusterConfig) -> Iterator[str]:
+        """What is wrong between the schedule and the length of the run, and with what is offloaded."""
+        yield from optimizer_offload_problems(self, training, cluster)
         end, key = self.lr_decay_iters, "optimizer.lr_decay_iters"
         if end is None:
             end, key = training.train_iters, "training.train_iters"

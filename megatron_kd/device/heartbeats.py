@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -19,7 +20,7 @@ class Heartbeats:
 
     def __init__(self) -> None:
         """The default process group is joined."""
-        store = dist.distributed_c10d._get_default_store().clone()
+        store: Any = dist.distributed_c10d._get_default_store().clone()
         store.set_timeout(_TIMEOUT)
         self._store = dist.PrefixStore("megatron_kd/heartbeats", store)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()
@@ -33,15 +34,18 @@ class Heartbeats:
         except RuntimeError:  # DistStoreError among them: who keeps it has ended or hangs
             return
 
-    def silent(self, within_s: float) -> dict[int, str]:
-        """The ranks that say nothing new within a time, by what they said last.
+    def silent(self, every_s: float) -> dict[int, str]:
+        """The ranks that say nothing new within three beats, by what they said last.
+
+        Beats itself, since others may be asking at the same time.
 
         Raises:
             RuntimeError: the store does not answer.
         """
         before = self._all()
-        time.sleep(within_s)
-        self.beat("looking for silent ranks")
+        for _ in range(3):
+            time.sleep(every_s)
+            self.beat("looking for silent ranks")
         after = self._all()
         return {rank: said.partition(" ")[2] for rank, said in after.items() if before.get(rank) == said}
 

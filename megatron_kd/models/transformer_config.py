@@ -8,7 +8,7 @@ import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE
 from megatron.core.transformer import TransformerConfig
 
-from megatron_kd.config import RECOMPUTE_KEYS, ModelConfig, ParallelismConfig, TrainingConfig
+from megatron_kd.config import OFFLOAD_KEYS, RECOMPUTE_KEYS, ModelConfig, ParallelismConfig, TrainingConfig
 from megatron_kd.config.recompute import WITH_TRANSFORMER_ENGINE
 from megatron_kd.device import is_cuda
 from megatron_kd.errors import ConfigError
@@ -97,7 +97,12 @@ def transformer_config(
             "batch_p2p_comm": False,
         }
     if training is not None:
-        fields |= {key: getattr(training, key) for key in RECOMPUTE_KEYS}
+        fields |= {key: getattr(training, key) for key in (*RECOMPUTE_KEYS, *OFFLOAD_KEYS)}
+        if training.cpu_offloading and not HAVE_TE:
+            raise ConfigError(
+                "training.cpu_offloading needs Transformer Engine, which is not installed: install it, or set it to "
+                "false"
+            )
         for name in training.recompute_modules or ():
             if name in WITH_TRANSFORMER_ENGINE and not HAVE_TE:
                 raise ConfigError(

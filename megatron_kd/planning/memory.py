@@ -19,6 +19,8 @@ from megatron_kd.planning.parameters import Parameters, rank_parameters
 from megatron_kd.planning.recomputation import Recomputation
 from megatron_kd.planning.teacher import has_own_layout, teacher_layout, teacher_memory
 
+HOST_OPTIMIZER = 16
+"""Bytes of an offloaded parameter in the host's memory: float32 copy, gradient and two moments."""
 PARTS = ("weights", "gradients", "optimizer", "activations", "loss_workspace", "teacher", "reserve")
 
 
@@ -32,6 +34,7 @@ class Memory:
         limit: what may be filled of the device; infinite on a CPU.
         host_prefetch: targets that are read ahead, in the host's memory for each rank.
         host_teacher: weights of an offloaded teacher there, for each rank.
+        host_optimizer: what ``optimizer.optimizer_cpu_offload`` moves there, for each rank.
     """
 
     stage: int
@@ -40,6 +43,7 @@ class Memory:
     limit: float
     host_prefetch: float
     host_teacher: float = 0.0
+    host_optimizer: float = 0.0
 
     @property
     def total(self) -> float:
@@ -67,10 +71,13 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
     limit = USABLE * device_of(recipe).memory_gib * GIB
     for stage in range(layout.pp):
         last = stage == layout.pp - 1
-        static = _static(rank_parameters(model, layout, stage), layout)
+        held_here = rank_parameters(model, layout, stage)
+        offloaded = recipe.optimizer.optimizer_offload_fraction if recipe.optimizer.optimizer_cpu_offload else 0.0
+        static = _static(held_here, layout, offloaded)
+        host_optimizer = _optimizer_shards(held_here, layout) * offloaded * HOST_OPTIMIZER
         activations = stage_activations(model, layout, recomputation, stage)
         taught = teacher_memory(recipe, layout, stage)
-        largest = rank_parameters(model, layout, stage).largest * layout.itemsize
+        largest = held_here.largest * layout.itemsize
         found = [
             (
                 "backward",
@@ -95,22 +102,26 @@ def moments(recipe: Recipe) -> Iterator[Memory]:
             }
             moving = gradient + activation + loss + teaching - taught.kept
             parts["reserve"] = _reserve(recipe, layout, moving)
-            yield Memory(stage, moment, {name: parts[name] for name in PARTS}, limit, prefetch, taught.host)
+            on_device = {name: parts[name] for name in PARTS}
+            yield Memory(stage, moment, on_device, limit, prefetch, taught.host, host_optimizer)
 
 
-def _static(held: Parameters, layout: Layout) -> dict[str, float]:
-    """Weights in DDP's buffer, float32 gradients beside them, and the optimizer's shard.
+def _static(held: Parameters, layout: Layout, offloaded: float) -> dict[str, float]:
+    """Weights in DDP's buffer, float32 gradients beside them, and the optimizer's shard but for what is offloaded.
 
     Of bf16 weights that is a float32 copy and Adam's two moments, 12 bytes; float32 weights need no copy, 8.
     """
     state = 12 if layout.itemsize == 2 else 8
-    shards = held.dense_buffer / layout.dense_shards
-    shards += held.experts_buffer / layout.expert_shards(held.experts > 0)
     return {
         "weights": held.buffer * layout.itemsize,
         "gradients": held.buffer * 4.0,
-        "optimizer": shards * state,
+        "optimizer": _optimizer_shards(held, layout) * state * (1.0 - offloaded),
     }
+
+
+def _optimizer_shards(held: Parameters, layout: Layout) -> float:
+    """Parameters that this rank updates."""
+    return held.dense_buffer / layout.dense_shards + held.experts_buffer / layout.expert_shards(held.experts > 0)
 
 
 def _prefetch(recipe: Recipe, layout: Layout, shape: LossShape) -> float:

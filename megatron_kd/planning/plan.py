@@ -63,6 +63,7 @@ class Plan:
                 "host": {
                     "cache_prefetch_gib": memory.host_prefetch / GIB,
                     "teacher_gib": memory.host_teacher / GIB,
+                    "optimizer_gib": memory.host_optimizer / GIB,
                 },
                 "worst_stage": memory.stage,
                 "moment": memory.moment,

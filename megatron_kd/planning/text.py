@@ -65,6 +65,8 @@ def _memory(plan: Plan) -> list[str]:
     lines.append(f"  {'host, per rank':<18} {memory.host_prefetch / GIB:>8.2f}  read ahead")
     if memory.host_teacher:
         lines.append(f"  {'':<18} {memory.host_teacher / GIB:>8.2f}  the teacher's weights, pinned")
+    if memory.host_optimizer:
+        lines.append(f"  {'host, per rank':<18} {memory.host_optimizer / GIB:>8.2f}  optimizer, offloaded")
     return lines
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_kd.data.samples import SampleSet
-from megatron_kd.device import can_reset_peak_memory, current_device, synchronize
+from megatron_kd.device import can_reset_peak_memory, current_device, lost_ranks_reported, synchronize
 from megatron_kd.models.flops import PEAK_FLOPS
 from megatron_kd.models.step_flops import step_flops
 from megatron_kd.training.phases import BETWEEN, OUTSIDE, STEP_PHASES, Phases
@@ -103,6 +103,7 @@ class Measures:
             spent[f"memory/peak_{name}_gib"] = most[1] / 2**30
 
 
+@lost_ranks_reported()
 def _over_ranks(values: Sequence[float]) -> tuple[list[float], list[float]]:
     """(largest, mean) of each value over all ranks, by one exchange. Collective."""
     mine = torch.tensor(values, dtype=torch.float64, device=current_device())

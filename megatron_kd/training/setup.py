@@ -123,6 +123,11 @@ def wrap_for_training(
             bf16=recipe.training.precision == "bf16",
             params_dtype=params_dtype(recipe.training.precision),
             use_distributed_optimizer=True,
+            # Its gradients come the way of the precision-aware optimizer, as Megatron-LM demands of the two together.
+            optimizer_cpu_offload=settings.optimizer_cpu_offload,
+            use_precision_aware_optimizer=settings.optimizer_cpu_offload,
+            optimizer_offload_fraction=settings.optimizer_offload_fraction,
+            overlap_cpu_optimizer_d2h_h2d=settings.optimizer_cpu_offload,
         ),
         chunks,
     )

@@ -71,7 +71,7 @@ class Watchdog:
     def missing(self) -> str:
         """The ranks that give no sign of life, in words. Takes a few beats."""
         try:
-            silent = self._heartbeats.silent(3 * self._every)
+            silent = self._heartbeats.silent(self._every)
         except RuntimeError:
             return "the first rank, or the launcher, which keeps the ranks' signs of life, does not answer"
         found = [f"rank {rank} ({state})" for rank, state in silent.items()]

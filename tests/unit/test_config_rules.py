@@ -194,6 +194,29 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
                 "student.model.max_position_embeddings",
             ],
         ),
+        (["training.early_stopping.patience=2"], ["early_stopping looks at", "eval_interval", "which is 0"]),
+        (["training.loss_spike_factor=1"], ["training.loss_spike_factor is 1", "greater than 1"]),
+        (
+            ["training.cpu_offloading=true", "training.recompute_granularity=full"],
+            [
+                "needs Transformer Engine, on a GPU",
+                "num_layers 0 must be from 1 to 14",
+                "recompute_granularity is full",
+            ],
+        ),
+        (["training.cpu_offloading_num_layers=2"], ["num_layers is 2, but training.cpu_offloading is false"]),
+        (
+            ["optimizer.optimizer_cpu_offload=true"],
+            ["moves what lies on a GPU", "false on a CPU"],
+        ),
+        (
+            ["optimizer.optimizer_cpu_offload=true", "cluster.gpu=h200", "training.precision=fp32"],
+            ["optimizer_cpu_offload is for training.precision bf16"],
+        ),
+        (
+            ["optimizer.optimizer_offload_fraction=0.5"],
+            ["fraction is 0.5, but optimizer.optimizer_cpu_offload"],
+        ),
         (["data.heldout_tokens=200"], ["heldout_tokens 200", "seq_length 240"]),
         (["data.corpus={format: text}"], ["format text needs files", "paths"]),
         (["data.corpus.paths=[a.txt]"], ["pydoc_topics reads no files", "remove paths"]),

@@ -85,6 +85,18 @@ def test_static_memory_of_the_student(nodes: int, gigabytes: float) -> None:
     assert static / 1e9 == pytest.approx(gigabytes, rel=0.02)
 
 
+def test_an_offloaded_optimizer_lies_on_the_host() -> None:
+    """Of each offloaded bf16 parameter 12 bytes leave the GPU; on the host its gradient comes to them."""
+    layout: dict[str, Any] = {"parallelism": {**ONE, "expert_model_parallel_size": 8}}
+    plain = plan_memory(recipe_of(**layout))
+    moved = plan_memory(
+        recipe_of(**layout, optimizer={"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.75})
+    )
+    assert moved.parts == {**plain.parts, "optimizer": pytest.approx(plain.parts["optimizer"] / 4)}
+    assert moved.host_optimizer == pytest.approx(0.75 * plain.parts["optimizer"] / 12 * 16)
+    assert plain.host_optimizer == 0.0
+
+
 @pytest.mark.parametrize(("name", "gigabytes"), [("gpt_oss_20b", 8), ("gpt_oss_120b", 33)])
 def test_weights_of_a_frozen_teacher(name: str, gigabytes: float) -> None:
     recipe = recipe_of(parallelism={**ONE, "expert_model_parallel_size": 8})

@@ -1,19 +1,16 @@
-"""Verdicts on steps and on evaluations, by hand; advice where memory runs out; the watchdog on one process."""
+"""Verdicts on steps and on evaluations, by hand; advice where memory runs out; signs of life."""
 
 from __future__ import annotations
 
 import json
 import math
-import subprocess
-import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_kd.config import TrainingConfig, load_recipe
@@ -22,7 +19,7 @@ from megatron_kd.training.early_stopping import Best, best_checkpoint, best_of, 
 from megatron_kd.training.guard import DivergedError, Guard
 from megatron_kd.training.memory_report import remedies
 from megatron_kd.training.phases import Phases
-from tests.assets import ROOT, environment, tiny_recipe
+from tests.assets import tiny_recipe
 
 
 def policy(**values: Any) -> TrainingConfig:
@@ -70,6 +67,7 @@ def test_skips_are_counted_until_there_are_too_many() -> None:
         Guard().skip(policy(), "iteration 1", fault)
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(allow_nan=False, allow_infinity=False)), st.integers(0, 99), st.integers(0, 99))
 def test_a_guard_survives_json(losses: list[float], skipped: int, in_a_row: int) -> None:
     guard = Guard(skipped, in_a_row, losses)
@@ -129,48 +127,7 @@ def test_heartbeats_tell_the_silent_from_the_living() -> None:
         living.beat("iteration 3, phase data")
         beating = threading.Timer(0.05, lambda: living.beat("iteration 4, phase data"))
         beating.start()
-        assert looking.silent(0.3) == {1: "iteration 3, phase data", 3: "never heard of"}
+        assert looking.silent(0.1) == {1: "iteration 3, phase data", 3: "never heard of"}
         beating.join()
     finally:
         dist.destroy_process_group()
-
-
-HANGING = """
-import sys, threading, time
-from pathlib import Path
-import torch.distributed as dist
-from megatron_kd.training.phases import Phases
-from megatron_kd.training.watchdog import Watchdog
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-phases, log = Phases(), Path(sys.argv[1])
-def ended(): log.with_suffix(".status").write_text("failed")
-with Watchdog(phases, log, limit_s=0.4, collective_timeout_s=0.25, on_end=ended):
-    for _ in range(20):  # 0.8 s of work, of which it hears
-        time.sleep(0.04)
-        phases.beat()
-    with phases("checkpoint"):  # slow, as it may be
-        time.sleep(1.0)
-    print("so far so good", flush=True)
-    with phases("data"):
-        threading.Event().wait()
-"""
-
-
-def test_the_watchdog_lets_slow_phases_be_and_ends_a_hang(tmp_path: Path) -> None:
-    log = tmp_path / "rank_0.log"
-    started = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", HANGING, log],
-        cwd=ROOT,
-        env={**environment(), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=90,
-        check=False,
-    )
-    assert done.returncode == 1 and done.stdout == "so far so good\n", done.stderr
-    assert "in iteration 0, phase data: it is alone" in done.stderr and str(log) in done.stderr
-    assert time.monotonic() - started < 60
-    text = log.read_text()
-    assert "in wait" in text and "<string>" in text, "the line that hangs"
-    assert log.with_suffix(".status").read_text() == "failed"
