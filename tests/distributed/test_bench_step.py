@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -48,7 +49,7 @@ def _counts(overrides: list[str]) -> dict[str, Any]:
     extra += model.num_layers * 2 * model.hidden_size * (model.num_moe_experts or 0)
     for name in (PLAIN, *METHODS):
         with sdpa_kernel(SDPBackend.MATH):
-            counted = count_flops(lambda name=name: passes.step(name))
+            counted = count_flops(partial(passes.step, name))
         flops = step_flops(StepPasses.offline(recipe, name) if name != PLAIN else recipe)
         ours = (flops.student if name == PLAIN else flops.executed) + 3 * positions * extra
         found[name] = (counted, ours)
