@@ -1,4 +1,4 @@
-"""``bench step``: training steps of a recipe's student by plain cross-entropy and by distillation, beside each other."""
+"""``bench step``: training steps of a student by plain cross-entropy and by distillation, beside each other."""
 
 from __future__ import annotations
 
@@ -122,7 +122,10 @@ def bench_step(
 
 
 def _measured(passes: StepPasses, name: str) -> list[float]:
-    """Of one step: seconds of the whole by the clock and of CPU time, those of ``PARTS``, then bytes at the peak; of the slowest and fullest rank."""
+    """Of one step on the slowest and fullest rank.
+
+    Seconds of the whole by the clock and of CPU time, those of ``PARTS``, then bytes at the peak.
+    """
     phases = passes.student.phases
     phases.begin_memory()
     phases.begin_step()

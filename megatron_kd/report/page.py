@@ -15,7 +15,7 @@ from megatron_kd.report.figure import baselines, memory_title
 from megatron_kd.report.page_chart import Line, draw_chart, frame_of, style_class
 from megatron_kd.report.runs import RunRecord
 from megatron_kd.report.summary import RunSummary, hours_name
-from megatron_kd.report.table import rows
+from megatron_kd.report.table import rows, step_parts
 from megatron_kd.report.target import Target
 from megatron_kd.report.text import DASH, figure, hours_beside, seconds
 
@@ -52,6 +52,7 @@ def comparison_page(
     bars = [
         _bars(to_goal, summaries, [run.gpu_hours_to_target for run in summaries], hours, "not reached"),
         _bars("Step time, median", summaries, [run.step_time_s for run in summaries], seconds),
+        _stacks("Where a step goes", summaries),
         _bars(memory_title(runs).removesuffix(" (GiB)"), summaries, [run.peak_memory_gib for run in summaries], in_gib),
     ]
     data = {
@@ -162,6 +163,27 @@ def _bars(
             f'<li class="{style_class(index)}" data-run="{index}"><span class="of">{escape(run.label)}</span>'
             f'<span class="track" aria-hidden="true"><span class="bar" style="width:{share:.2f}%"></span></span>'
             f'<span class="value">{escape(missing if value is None else show(value))}</span></li>'
+        )
+    return f'<figure class="bars"><figcaption>{escape(title)}</figcaption><ul>{"".join(items)}</ul></figure>'
+
+
+def _stacks(title: str, summaries: Sequence[RunSummary]) -> str:
+    """The phases of a step side by side, as long as the slowest run's; paler from one to the next."""
+    longest = max((sum(run.step_parts_s.values()) for run in summaries), default=0.0)
+    if not longest:
+        return ""
+    items = []
+    for index, run in enumerate(summaries):
+        parts = run.step_parts_s.values()
+        spans = "".join(
+            f'<span class="bar" style="width:{100 * part / longest:.2f}%;opacity:{1 - 0.7 * place / len(parts):.2f}">'
+            "</span>"
+            for place, part in enumerate(parts)
+        )
+        items.append(
+            f'<li class="{style_class(index)}" data-run="{index}"><span class="of">{escape(run.label)}</span>'
+            f'<span class="track" style="display:flex" aria-hidden="true">{spans}</span>'
+            f'<span class="of">{escape(step_parts(run))}</span></li>'
         )
     return f'<figure class="bars"><figcaption>{escape(title)}</figcaption><ul>{"".join(items)}</ul></figure>'
 

@@ -22,6 +22,8 @@ AXES = {
     EXPERTS: "EP",
 }
 """Keys of the recipe's parallelism and their usual abbreviations."""
+STEP_PARTS = ("data", "teacher", "forward_backward", "gradients", "optimizer")
+"""Of ``time/<part>_s``, in their order within a step."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,12 @@ class RunSummary:
     """Of the student; median over the logged iterations."""
     tflops_per_gpu_with_teacher: float | None
     """With the teacher's forward pass where it runs in the step."""
+    mfu: float | None
+    """Share of the peak that the student's FLOPs are; median over the logged iterations. None on a CPU."""
+    hfu: float | None
+    """Share of the peak that all executed FLOPs are: the teacher's, and what is computed again."""
+    step_parts_s: dict[str, float]
+    """Median seconds of each phase of a step, of the rank where it took longest."""
     gpu_hours: float | None
     """Of the training steps, all ranks together."""
     gpu_hours_to_target: float | None
@@ -101,6 +109,9 @@ def summarize(
         tokens_per_s=per_rank * world if per_rank is not None and world is not None else None,
         tflops_per_gpu=_median(run, "perf/tflops_per_gpu"),
         tflops_per_gpu_with_teacher=_median(run, "perf/tflops_per_gpu_with_teacher"),
+        mfu=_median(run, "perf/mfu"),
+        hfu=_median(run, "perf/hfu"),
+        step_parts_s={name: part for name in STEP_PARTS if (part := _median(run, f"time/{name}_s")) is not None},
         gpu_hours=Clock(run).total,
         gpu_hours_to_target=hours_to_target,
         final_kd=final_kd,

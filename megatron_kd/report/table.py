@@ -25,6 +25,17 @@ def _heldout(run: RunSummary) -> str:
     return _change(run.heldout_kd_before, run.heldout_kd_after, figure) + factor
 
 
+def step_parts(run: RunSummary) -> str:
+    """The phases of a step that take a hundredth of it or more."""
+    total = sum(run.step_parts_s.values())
+    shares = [(name, part / total) for name, part in run.step_parts_s.items() if total > 0 and part >= 0.01 * total]
+    return ", ".join(f"{name.replace('_', ' + ')} {share:.0%}" for name, share in shares) or DASH
+
+
+def _shares(run: RunSummary) -> str:
+    return DASH if run.mfu is None and run.hfu is None else f"{percent(run.mfu)}, {percent(run.hfu)}"
+
+
 COLUMN = 16
 """Characters that a column has at least, where the terminal has them."""
 Row = tuple[str, Callable[[RunSummary], str]]
@@ -36,10 +47,12 @@ ROWS: tuple[Row, ...] = (
     ("iterations", lambda run: count(run.iterations)),
     ("tokens", lambda run: count(run.tokens)),
     ("step time, median", lambda run: seconds(run.step_time_s)),
+    ("  where it goes", step_parts),
     ("waiting for targets", lambda run: seconds(run.cache_wait_s)),
     ("tokens/s, all ranks", lambda run: figure(run.tokens_per_s, 4)),
     ("TFLOP/s per rank, student", lambda run: figure(run.tflops_per_gpu)),
     ("  teacher included", lambda run: figure(run.tflops_per_gpu_with_teacher)),
+    ("MFU, HFU", _shares),
     ("peak memory of a rank", lambda run: figure(run.peak_memory_gib, 3, "GiB")),
     ("training KD, first → last", lambda run: _change(run.train_kd_first, run.train_kd_last, figure)),
     ("held-out KD, before → after", _heldout),

@@ -22,6 +22,7 @@ PANELS = (
     ("Step time (s)", "perf/step_time_s"),
     ("Peak memory of a rank (GiB)", "memory/peak_gib"),
     ("TFLOP/s per GPU", "perf/tflops_per_gpu"),
+    ("Forward and backward of a step (s)", "time/forward_backward_s"),
     ("Top-1 agreement, held-out", "eval/top1_agreement"),
 )
 """Titles and metrics, each over trained tokens."""

@@ -148,18 +148,18 @@ def wrap_for_training(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
-    phases = phases or Phases()
-    config.finalize_model_grads_func = _in_phase(phases, finalize_model_grads)
     config.no_sync_func = chunks[0].no_sync if len(chunks) == 1 else [chunk.no_sync for chunk in chunks]
     config.timers = None
-    return Student(chunks, GuardedOptimizer(optimizer), scheduler, phases=phases)
+    student = Student(chunks, GuardedOptimizer(optimizer), scheduler, phases=phases or Phases())
+    config.finalize_model_grads_func = _in_phase(student, finalize_model_grads)
+    return student
 
 
-def _in_phase(phases: Phases, reduce: Callable[..., None]) -> Callable[..., None]:
+def _in_phase(student: Student, reduce: Callable[..., None]) -> Callable[..., None]:
     """The reduction of gradients, at the end of Megatron-Core's schedule, as a phase of its own."""
 
     def reduce_in_phase(*arguments: Any, **named: Any) -> None:
-        with phases("gradients"):
+        with student.phases("gradients"):
             reduce(*arguments, **named)
 
     return reduce_in_phase

@@ -90,7 +90,7 @@ def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
 def _pair(rank: int, world: int, recipe: Path) -> dict[str, Any]:
     from megatron_kd.training.loop import train
 
-    train(recipe_in(recipe, PAIR, "training.train_iters=2", "profile.step_start=0", "profile.ranks=[1]"))
+    train(recipe_in(recipe, PAIR, "training.train_iters=3", "profile.step_start=0", "profile.ranks=[1]"))
     return _spent(recipe.parent / "run")
 
 
@@ -156,4 +156,4 @@ def test_offline_on_two_ranks(pair: dict[str, Any]) -> None:
     step = pair["steps"][-1]
     assert "time/teacher_s" not in step and "memory/peak_teacher_gib" not in step
     assert 1.0 <= step["time/imbalance"] <= 2.0
-    assert list(pair["traces"]) == ["iter_0000001_0000002_rank_1.json.gz"]
+    assert list(pair["traces"]) == ["iter_0000001_0000003_rank_1.json.gz"]

@@ -21,6 +21,7 @@ from megatron_kd.report import compare, read_run
 from megatron_kd.report.curves import moving_average
 from megatron_kd.report.figure import comparison_figure
 from megatron_kd.report.summary import labels, summarize
+from megatron_kd.report.table import rows
 from megatron_kd.report.target import find_target
 from megatron_kd.report.text import figure, hours_beside, seconds
 from tests.unit.report_runs import REPOSITORY, write_run
@@ -51,6 +52,25 @@ def test_figures_of_a_run(tmp_path: Path) -> None:
     assert run.unigram_kd == 5.0
     assert (run.agreement_before, run.agreement_after) == (0.0, pytest.approx(0.4))
     assert (run.tflops_per_gpu, run.cache_wait_s) == (None, None)
+
+
+def test_where_a_step_goes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        line |= {"time/data_s": 0.001, "time/forward_backward_s": 0.7, "time/optimizer_s": 0.3}
+        line |= {"perf/mfu": 0.4, "perf/hfu": 0.5}
+    lines.append({"iteration": 4, "tokens": 1920, "time/checkpoint_s": 9.0})
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = compare([folder, write_run(tmp_path / "b")], tmp_path / "out")
+    new, old = found.runs
+    assert new.step_parts_s == {"data": 0.001, "forward_backward": 0.7, "optimizer": 0.3}
+    assert (new.mfu, new.hfu, new.step_time_s) == (0.4, 0.5, pytest.approx(3.5))
+    assert (old.step_parts_s, old.mfu, old.hfu) == ({}, None, None)
+    cells = {title.strip(): (show(new), show(old)) for title, show in rows(found.runs, found.target, "rank-hours")}
+    assert cells["where it goes"] == ("forward + backward 70%, optimizer 30%", "–")
+    assert cells["MFU, HFU"] == ("40.0%, 50.0%", "–")
+    assert "Where a step goes" in (tmp_path / "out" / "compare.html").read_text()
 
 
 def test_layout_and_throughput_of_several_ranks(tmp_path: Path) -> None:
