@@ -9,12 +9,15 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 
+from megatron_kd.cli.sweep import sweep as command
 from megatron_kd.config.sweep import Sweep, load_sweep
 from megatron_kd.errors import CacheError, ConfigError
 from megatron_kd.sweep.folder import state_of
@@ -89,21 +92,20 @@ def states(sweep: Sweep) -> dict[str, str]:
     return {point.name: state_of(point).name for point in sweep.points}
 
 
-def test_a_sweep_from_nothing_as_one_command(tmp_path: Path) -> None:
-    """A cold command: what is missing is made, both points train; the table, again, without a run, and as JSON."""
+def test_the_command_makes_what_is_missing_and_trains_what_is_left(tmp_path: Path) -> None:
+    """A cold command, which finds one point trained; the table, again without a run, and as JSON."""
     path = write(tmp_path, grid={"loss.divergence": ["forward_kl", "jsd"]})
     shutil.rmtree(tmp_path / "samples")
     listed = succeed(warm("sweep", path, "--dry-run"))
     assert "first, for divergence_forward_kl, divergence_jsd: prepare\n" in listed.stdout and listed.stderr == ""
+    sweep, log = load_sweep(path), []
+    assert run_sweep(sweep, sweep.points[:1], start=started(log)).failed == {}
+    assert log == ["prepare _inputs_1", "train divergence_forward_kl"]
     done = succeed(megatron_kd("sweep", path))
-    order = [line for line in done.stderr.splitlines() if line.startswith("sweep: ")]
-    recipes = tmp_path / "runs/_sweep/recipes"
-    assert order[0].endswith(f"megatron-kd prepare {recipes}/_inputs_1.yaml")
-    assert order[1] == f"sweep: [1/2] divergence_forward_kl: megatron-kd train {recipes}/divergence_forward_kl.yaml"
-    assert [line.split(", ")[0] for line in order[2::2]] == [
-        "sweep: [1/2] divergence_forward_kl: finished",
-        "sweep: [2/2] divergence_jsd: finished",
-    ]
+    said = [line for line in done.stderr.splitlines() if line.startswith("sweep: ")]
+    recipe = tmp_path / "runs/_sweep/recipes/divergence_jsd.yaml"
+    assert said[0] == f"sweep: [1/1] divergence_jsd: megatron-kd train {recipe}"
+    assert len(said) == 2 and said[1].startswith("sweep: [1/1] divergence_jsd: finished, ")
     rows = [line.split() for line in done.stdout.splitlines() if "divergence_" in line and "finished" in line]
     assert [row[:3] for row in rows] == [
         ["divergence_forward_kl", "forward_kl", "finished"],
@@ -130,7 +132,9 @@ def test_a_sweep_from_nothing_as_one_command(tmp_path: Path) -> None:
     assert jsd["heldout_forward_kl_before"] == forward["heldout_forward_kl_before"], "one student, one yardstick"
 
 
-def test_a_failing_point_does_not_end_it_and_what_is_left_is_done(tmp_path: Path) -> None:
+def test_a_failing_point_does_not_end_it_and_what_is_left_is_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = write(
         tmp_path,
         runs={
@@ -140,10 +144,18 @@ def test_a_failing_point_does_not_end_it_and_what_is_left_is_done(tmp_path: Path
         },
     )
     sweep, log = load_sweep(path), []
-    outcome = run_sweep(sweep, sweep.points, start=started(log))
+    with monkeypatch.context() as patched:
+        patched.setattr("megatron_kd.sweep.run.run_sweep", partial(run_sweep, start=started(log)))
+        with pytest.raises(typer.Exit) as left:
+            command(path)
+    assert left.value.exit_code == 1
+    printed = capsys.readouterr()
+    assert "megatron-kd: error: 1 of 3 points did not finish: fails (status 2); what they said" in printed.err
+    assert "Sweep mine" in printed.out
     assert log == ["train first", "train fails", "train last"]
-    assert outcome.failed == {"fails": "status 2"} and outcome.stopped is None
     assert states(sweep) == {"first": "finished", "fails": "waiting", "last": "finished"}
+    status = json.loads((tmp_path / "runs/_sweep/status.json").read_text())
+    assert (status["state"], status["finished"], status["failed"]) == ("stopped", 2, ["fails"])
     curve = steps_of(tmp_path / "runs/last")
     shutil.rmtree(tmp_path / "runs/last")
     done = warm("sweep", path, "--table")
@@ -197,8 +209,8 @@ def test_refusals_before_anything_is_started(tmp_path: Path) -> None:
     refused(CacheError, "keeps 20 tokens a position at .* needs 30 at", grid={"teacher.top_k": [10, 30]})
     refused(CacheError, r"at the temperatures \[1.0\], the sweep needs 20 at", grid={"loss.temperature": [1.0, 2.0]})
     refused(ConfigError, "sbatch --array launch/sweep.sh", "cluster.nodes=2", grid={"seed": [1]})
-    (inputs,) = inputs_of(load_sweep(write(tmp_path, grid={"teacher.top_k": [1, 7]})))
-    assert inputs.recipe.teacher.top_k == 7 and inputs.for_capture().teacher.top_k == 20
+    (inputs,) = inputs_of(load_sweep(write(tmp_path, grid={"seed": [1, 7]}), ["teacher.top_k=9"]))
+    assert inputs.recipe.teacher.top_k == 9 and inputs.for_capture().teacher.top_k == 20
     assert list(inputs.missing()) == [], "a cache that keeps more serves as it is"
     done = warm("sweep", write(tmp_path, grid={"seed": [1]}), env={"WORLD_SIZE": "2"})
     one_error_line(done, "start it alone, without torchrun or srun")
