@@ -195,8 +195,8 @@ def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
             words = line.split()
             options = tuple(takewhile(lambda word: word.startswith("--"), words))
             script, *rest = words[len(options) :]
-            named = [word for word in rest if word.endswith(".yaml")]
-            name = named[0] if named else recipe.relative_to(ROOT).as_posix()
+            named = [word.removeprefix("--base=") for word in rest if word.endswith(".yaml")]
+            name = named[-1] if named else recipe.relative_to(ROOT).as_posix()
             found[f"{recipe.stem}: {line}"] = (ROOT / script, options, name)
     return found
 
