@@ -76,7 +76,7 @@ def sweep(
     with writing_to(str(loaded.run_dir)):
         outcome = run_sweep(loaded, points, only_inputs=prepare)
     if outcome.stopped is not None:
-        say_error(f"stopped by {outcome.stopped}: start it again to go on")
+        typer.echo(f"sweep: stopped by {outcome.stopped}, start it again to go on", err=True)
         return
     if not prepare:
         _print_table(loaded, json_)

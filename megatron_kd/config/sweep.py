@@ -65,10 +65,12 @@ class Sweep:
 
     Attributes:
         run_dir: the folder that holds the points' run directories.
+        base: the recipe that they are changes of.
     """
 
     name: str
     run_dir: Path
+    base: Recipe
     points: list[Point]
 
     @property
@@ -98,11 +100,12 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, base: str | P
     _check_keys(file, path, overrides)
     recipe = Path(base) if base is not None else Path(os.path.normpath(path.parent / file.base))
     name = file.name or re.sub(r"[^A-Za-z0-9._-]", "-", path.stem)
+    loaded_base = load_recipe(recipe, overrides, trains=False)
     if base is not None:
-        name = f"{_load_base(recipe, overrides).name}_{name}"
+        name = f"{loaded_base.name}_{name}"
     run_dir = file.run_dir or f"runs/{name}"
     named = dict(_points(file, path))
-    shared = _shared_overrides(recipe, name, named, overrides)
+    shared = _shared_overrides(loaded_base, name, named, overrides)
     points: list[Point] = []
     problems: dict[str, list[str]] = {}
     for point, values in named.items():
@@ -115,7 +118,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = (), *, base: str | P
     if problems:
         said = "; ".join(f"{', '.join(which)}: {what}" for what, which in problems.items())
         raise ConfigError(f"{path}: {len(named) - len(points)} of {len(named)} points cannot run: {said}")
-    return Sweep(name, Path(run_dir), points)
+    return Sweep(name, Path(run_dir), loaded_base, points)
 
 
 def _read(path: Path) -> SweepFile:
@@ -209,15 +212,10 @@ def _override(key: str, value: Any) -> str:
     return f"{key}={text}"
 
 
-def _load_base(recipe: Path, overrides: Sequence[str]) -> Recipe:
-    return load_recipe(recipe, overrides, trains=False)
-
-
 def _shared_overrides(
-    recipe: Path, name: str, points: dict[str, dict[str, Any]], overrides: Sequence[str]
+    base: Recipe, name: str, points: dict[str, dict[str, Any]], overrides: Sequence[str]
 ) -> list[str]:
     """What the sweep sets in every point beside name and folder: the group in wandb, the temperatures of the cache."""
-    base = _load_base(recipe, [text for text in overrides if not text.startswith("loss.temperature=")])
     found = []
     if base.logging.wandb is not None:
         found.append(f"logging.wandb.group={name}")

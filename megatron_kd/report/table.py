@@ -58,7 +58,7 @@ ROWS: tuple[Row, ...] = (
     ("held-out KD, before → after", _heldout),
     ("  unigram model", lambda run: figure(run.unigram_kd)),
     (
-        "held-out forward KL, cached tokens",
+        "held-out forward KL",
         lambda run: _change(run.heldout_forward_kl_before, run.heldout_forward_kl_after, figure),
     ),
     ("held-out perplexity", lambda run: _change(run.perplexity_before, run.perplexity_after, figure)),

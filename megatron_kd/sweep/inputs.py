@@ -26,7 +26,7 @@ class Inputs:
     Attributes:
         name: of the file that its recipe is written to.
         points: their names.
-        recipe: what makes all of it for all of them: the largest top_k, every temperature, the most tokens.
+        recipe: what makes all of it for all of them and the base: the largest top_k, every temperature, most tokens.
         captures: whether one of them trains on the cache.
     """
 
@@ -109,9 +109,12 @@ def _joined(sweep: Sweep, points: Sequence[Point], number: int) -> Inputs:
     wanted["data"]["train_tokens"] = None if None in tokens else max(token for token in tokens if token is not None)
     wanted["name"] = f"{sweep.name}_inputs_{number}"
     if offline:
-        wanted["teacher"]["top_k"] = max(point.recipe.teacher.top_k for point in offline)
-        at = dict.fromkeys(t for point in offline for t in point.recipe.teacher.temperatures)
-        wanted["teacher"]["temperatures"] = list(at)
+        # The base's own too: another sweep of it, or the base itself, shall find what it asks for.
+        teachers = [point.recipe.teacher for point in offline]
+        if sweep.base.teacher.cache == of.teacher.cache:
+            teachers.insert(0, sweep.base.teacher)
+        wanted["teacher"]["top_k"] = max(teacher.top_k for teacher in teachers)
+        wanted["teacher"]["temperatures"] = list(dict.fromkeys(t for each in teachers for t in each.temperatures))
     try:
         recipe = Recipe.model_validate(wanted, context={"trains": False})
     except ValidationError as error:

@@ -143,3 +143,8 @@ def test_what_is_wrong_with_the_file(tmp_path: Path, file: dict[str, Any], overr
     with pytest.raises(ConfigError) as failed:
         load_sweep(write(tmp_path, **file), overrides)
     assert says in str(failed.value) and "\n" not in str(failed.value)
+
+
+def test_a_sweep_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"mine.yaml is a sweep: run it with megatron-kd sweep"):
+        load_recipe(write(tmp_path, grid={"seed": [1]}))
