@@ -34,6 +34,7 @@ class StepContext:
     Attributes:
         teacher: hidden states and head of an online teacher with ``targets: full``; None otherwise.
         mode: the loss's mode; ``no_grad`` in evaluation.
+        observe: called with the student's hidden states, its head and this, once the output is there.
         output: set by the output processor.
     """
 
@@ -41,7 +42,12 @@ class StepContext:
     teacher: tuple[Tensor, Tensor] | None
     mode: str
     ce_weight: float
+    observe: Observer | None = None
     output: DivergenceOutput | None = field(default=None)
+
+
+Observer = Callable[[Tensor, Tensor, StepContext], None]
+"""What looks at hidden [s, b, D] (its slice under sequence parallelism), head [Vl, D] and the context of a pass."""
 
 
 class Distillation:
@@ -75,6 +81,7 @@ class Distillation:
         forward_only: bool,
         mode: str | None = None,
         ce_weight: float | None = None,
+        observe: Observer | None = None,
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
@@ -87,12 +94,13 @@ class Distillation:
             forward_only: no gradients.
             mode: of the loss; None: the recipe's.
             ce_weight: None: the recipe's.
+            observe: looks at each pass on the last stage.
 
         Returns:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
         """
         ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
-        contexts = self._contexts(batches, mode or self._loss.mode, ce_weight)
+        contexts = self._contexts(batches, mode or self._loss.mode, ce_weight, observe)
         if self._teacher is not None and self._groups.pp_size > 1:
             # Its stages wait for each other as well: it is through with all of them before the student begins.
             contexts = iter(list(contexts))
@@ -118,7 +126,9 @@ class Distillation:
             forward_only=forward_only,
         )
 
-    def _contexts(self, batches: Sequence[Batch], mode: str, ce_weight: float) -> Iterator[StepContext]:
+    def _contexts(
+        self, batches: Sequence[Batch], mode: str, ce_weight: float, observe: Observer | None
+    ) -> Iterator[StepContext]:
         """What each pass of the student needs, made when it is asked for: as few as possible are in memory.
 
         Through the stages of a pipeline an online teacher's micro batches go together, or each would wait for the last.
@@ -126,7 +136,7 @@ class Distillation:
         together = len(batches) if self._groups.pp_size > 1 and self._teacher is not None else 1
         for portion in batched(batches, together):
             on_device = [batch.to(current_device()) for batch in portion]
-            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in self._ask(on_device))
+            yield from (StepContext(batch, states, mode, ce_weight, observe) for batch, states in self._ask(on_device))
 
     def _ask(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, tuple[Tensor, Tensor] | None]]:
         """Micro batches with the targets that an online teacher has for them, or with its hidden states and head.
@@ -201,6 +211,8 @@ class Distillation:
                 hidden_states, weight, context.batch.targets, weights, tail=self._loss.tail, **shared
             )
         context.output = output
+        if context.observe is not None:
+            context.observe(hidden_states, weight, context)
         return output.loss
 
 

@@ -26,7 +26,7 @@ from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.schedule import micro_batches_together
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
-from megatron_kd.training.distill import Distillation
+from megatron_kd.training.distill import Distillation, Observer
 from megatron_kd.training.heldout import HeldoutRows
 from megatron_kd.training.sums import TokenSums, add_over_model
 
@@ -49,11 +49,13 @@ def evaluate_model(
     *,
     num_workers: int = 1,
     show_progress: bool = False,
+    observe: Observer | None = None,
 ) -> dict[str, float]:
     """Means over the unmasked tokens of the held-out split. Collective over all ranks.
 
     Args:
         num_workers: threads that read ahead.
+        observe: looks at each micro batch where the head is, such as ``EvaluationDetails.observe``.
 
     Returns:
         eval/kd (the recipe's divergence per token, over the top K and its tail, or over the whole vocabulary where the
@@ -90,7 +92,13 @@ def evaluate_model(
             with fail_together("reading the held-out rows"):
                 batches = [next(ahead) for _ in together]
             parts += distillation.run(
-                model, batches, seq_length=samples.seq_length, forward_only=True, mode="no_grad", ce_weight=_BOTH
+                model,
+                batches,
+                seq_length=samples.seq_length,
+                forward_only=True,
+                mode="no_grad",
+                ce_weight=_BOTH,
+                observe=observe,
             )
             for batch in batches:
                 if unigram is not None and batch.targets is not None:
@@ -128,8 +136,8 @@ def evaluation_path(run_dir: Path, iteration: int) -> Path:
     return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
 
 
-def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, float], recipe: Recipe) -> Path:
-    """Keeps an evaluation beside the metrics of its run, with what it was measured by."""
+def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, Any], recipe: Recipe) -> Path:
+    """Keeps an evaluation, means and tables, beside the metrics of its run, with what it was measured by."""
     path = evaluation_path(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"iteration": iteration, "tokens": tokens, "measure": _measure_of(recipe), **result})

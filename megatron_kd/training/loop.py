@@ -33,6 +33,7 @@ from megatron_kd.progress import progress
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import list_checkpoints, save_checkpoint
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
+from megatron_kd.training.evaluation_details import EvaluationDetails
 from megatron_kd.training.logs import log_to_file
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
@@ -244,6 +245,9 @@ def _evaluate(session: Session, student: Student, run_dir: Path, writer: Metrics
         if known is not None:
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
+    details = None
+    if session.recipe.training.eval_details:
+        details = EvaluationDetails(session.recipe, session.evaluation, session.groups)
     result = evaluate_model(
         student.model.module,
         session.evaluation,
@@ -252,8 +256,11 @@ def _evaluate(session: Session, student: Student, run_dir: Path, writer: Metrics
         session.groups,
         session.recipe.training.micro_batch_size,
         num_workers=session.recipe.data.num_workers,
+        observe=details.observe if details is not None else None,
     )
+    means, tables = details.finish() if details is not None else ({}, {})
+    result |= means
     with fail_together("writing the evaluation"):
         if session.is_first:
-            write_evaluation(run_dir, student.iteration, student.tokens, result, session.recipe)
+            write_evaluation(run_dir, student.iteration, student.tokens, {**result, **tables}, session.recipe)
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, result)
