@@ -67,8 +67,12 @@ def load_tasks(settings: TaskSettings) -> Any:
         logging.getLogger(name).setLevel(logging.ERROR)
     from lm_eval.tasks import TaskManager
 
-    include = None if settings.include_path is None else str(settings.include_path)
-    manager = TaskManager(include_path=include)
+    manager = None
+    if settings.include_path is not None:
+        # Looking through the harness's own thousands of files takes seconds; a group may name tasks of theirs.
+        manager = TaskManager(include_path=str(settings.include_path), include_defaults=False)
+    if manager is None or not set(settings.names) <= set(manager.all_subtasks):
+        manager = TaskManager(include_path=None if settings.include_path is None else str(settings.include_path))
     for name in settings.names:
         if name not in manager.all_tasks:
             near = difflib.get_close_matches(name, manager.all_tasks, n=3)
