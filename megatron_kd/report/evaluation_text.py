@@ -54,7 +54,7 @@ def _positions(row: Mapping[str, Any]) -> str:
 
 
 def _interval(row: Mapping[str, Any]) -> str:
-    return f"{row['from']:.3g}–" + ("" if row["to"] is None else f"{row['to']:.3g}")
+    return f"≥ {row['from']:.3g}" if row["to"] is None else f"{row['from']:.3g}–{row['to']:.3g}"
 
 
 def task_scores_text(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_kd.report.runs import read_run
 from tests.assets import ROOT, succeed
 from tests.e2e.road import captured_road, one_error_line
 from tests.warm import warm
@@ -80,8 +81,8 @@ def test_tasks_beside_the_teacher(run: Path, tmp_path: Path) -> None:
         assert row["difference"] == pytest.approx(row["student"] - row["teacher"])
     assert (tmp_path / "hf/model.safetensors").exists()
     assert [path.name for path in run.iterdir() if path.name.startswith((".student", ".teacher"))] == []
-    # A comparison reads the evaluations beside it.
-    assert "note" not in succeed(warm("compare", run)).stdout
+    # A comparison reads the evaluations beside it, and not the scores as one of them.
+    assert [row["iteration"] for row in read_run(run).evaluations if "scores" not in row] == [0, 2]
 
 
 @pytest.mark.parametrize(
