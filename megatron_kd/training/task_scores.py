@@ -193,7 +193,7 @@ def _items(results: Mapping[str, Any], task: str) -> int | None:
 
 
 def _leaves(results: Mapping[str, Any], group: str) -> list[str]:
-    found = []
+    found: list[str] = []
     for name in results.get("group_subtasks", {}).get(group, []):
         found += [name] if name in results["n-samples"] else _leaves(results, name)
     return found

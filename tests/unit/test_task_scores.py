@@ -175,7 +175,7 @@ def test_what_cannot_be_asked_is_one_line(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_scores_of_other_tasks_stay(tmp_path: Path) -> None:
-    def written(*scores: tuple[str, float]) -> list[dict[str, Any]]:
+    def written(*scores: tuple[str, float]) -> list[tuple[str, float]]:
         rows = [{"task": task, "metric": "acc", "student": value} for task, value in scores]
         tasks_job._write(tmp_path, {"iteration": 4, "tokens": 9, "scores": rows})
         kept = json.loads(tasks_job.tasks_path(tmp_path, 4).read_text())
