@@ -6,8 +6,8 @@ from megatron_kd.config.layout import ClusterConfig, ParallelismConfig
 from megatron_kd.config.load import dump_recipe, load_model, load_recipe
 from megatron_kd.config.loss import LossConfig
 from megatron_kd.config.model import ModelConfig
-from megatron_kd.config.profile import ProfileConfig
 from megatron_kd.config.offload import OFFLOAD_KEYS
+from megatron_kd.config.profile import ProfileConfig
 from megatron_kd.config.recompute import RECOMPUTE_KEYS
 from megatron_kd.config.roles import CaptureConfig, FromTeacherConfig, HFEngineConfig, StudentConfig, TeacherConfig
 from megatron_kd.config.schema import Recipe

@@ -39,6 +39,9 @@ class TrainingConfig(Section):
     """Arithmetic of the models; the optimizer keeps float32 master weights."""
     eval_interval: NonNegative = 0
     """Evaluate on the held-out split every so many steps; 0: never during training."""
+    eval_details: bool = False
+    """These evaluations measure all that the command evaluate does: top-5 agreement, calibration, the loss by position
+    and by the teacher's entropy. It costs one more projection by the student's head."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
     """CPU threads of each rank; null: chosen from the machine."""
 

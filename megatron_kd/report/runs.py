@@ -97,7 +97,7 @@ def read_run(directory: str | Path) -> RunRecord:
     notes += _of_no_number(metrics, str(directory / METRICS))
     wandb = directory / WANDB_RUN
     identity = _read_object(wandb, notes).get("id") if wandb.is_file() else None
-    evaluations = [_read_object(path, notes) for path in sorted((directory / EVALUATIONS).glob("*.json"))]
+    evaluations = [_read_object(path, notes) for path in sorted((directory / EVALUATIONS).glob("iter_*.json"))]
     return RunRecord(
         place=str(directory),
         recipe=recipe,

@@ -36,6 +36,7 @@ class StepContext:
     Attributes:
         teacher: hidden states and head of an online teacher with ``targets: full``; None otherwise.
         mode: the loss's mode; ``no_grad`` in evaluation.
+        observe: called with the student's hidden states, its head and this, once the output is there.
         output: set by the output processor.
         forward_kl: [N], set by it where the batch has a yardstick: forward KL and bucket tail against that.
     """
@@ -44,8 +45,13 @@ class StepContext:
     teacher: tuple[Tensor, Tensor] | None
     mode: str
     ce_weight: float
+    observe: Observer | None = None
     output: DivergenceOutput | None = field(default=None)
     forward_kl: Tensor | None = field(default=None)
+
+
+Observer = Callable[[Tensor, Tensor, StepContext], None]
+"""What looks at hidden [s, b, D] (its slice under sequence parallelism), head [Vl, D] and the context of a pass."""
 
 
 class Distillation:
@@ -85,6 +91,7 @@ class Distillation:
         ce_weight: float | None = None,
         on_micro_batch: Callable[[], None] = lambda: None,
         phases: Phases | None = None,
+        observe: Observer | None = None,
     ) -> list[Tensor]:
         """Micro batches through the student, and before each an online teacher. Collective over the model's ranks.
 
@@ -100,12 +107,13 @@ class Distillation:
             ce_weight: None: the recipe's.
             on_micro_batch: called before each; a sign of life.
             phases: an online teacher's passes are one of them.
+            observe: looks at each pass on the last stage.
 
         Returns:
             The ``TokenSums`` of each micro batch on the last stage; nothing on the others.
         """
         ce_weight = self._loss.ce_weight if ce_weight is None else ce_weight
-        contexts: Iterable[StepContext] = self._contexts(batches, mode or self._loss.mode, ce_weight, phases)
+        contexts: Iterable[StepContext] = self._contexts(batches, mode or self._loss.mode, ce_weight, phases, observe)
         if self._teacher is not None and self._teacher.at_once:
             # Its ranks wait for each other as well: it is through with all of them before the student begins.
             contexts = list(contexts)
@@ -133,7 +141,12 @@ class Distillation:
         )
 
     def _contexts(
-        self, batches: Sequence[Batch], mode: str, ce_weight: float, phases: Phases | None
+        self,
+        batches: Sequence[Batch],
+        mode: str,
+        ce_weight: float,
+        phases: Phases | None,
+        observe: Observer | None,
     ) -> Iterator[StepContext]:
         """What each pass of the student needs, made when it is asked for: as few as possible are in memory.
 
@@ -144,7 +157,7 @@ class Distillation:
             on_device = [batch.to(current_device()) for batch in portion]
             with phases("teacher") if phases is not None and self._teacher is not None else nullcontext():
                 answered = self._ask(on_device)
-            yield from (StepContext(batch, states, mode, ce_weight) for batch, states in answered)
+            yield from (StepContext(batch, states, mode, ce_weight, observe) for batch, states in answered)
 
     def _ask(self, batches: Sequence[Batch]) -> Iterable[tuple[Batch, tuple[Tensor, Tensor] | None]]:
         """Micro batches with the targets that an online teacher has for them, or with its hidden states and head.
@@ -221,6 +234,8 @@ class Distillation:
             plain = {"divergence": "forward_kl", "tail": "bucket", "labels": None, "ce_weight": 0.0}
             measured = self._method.topk(hidden_states, weight, context.batch.yardstick, weights, **(shared | plain))
             context.forward_kl = measured.loss_per_token
+        if context.observe is not None:
+            context.observe(hidden_states, weight, context)
         return output.loss
 
 

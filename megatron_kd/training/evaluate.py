@@ -25,7 +25,7 @@ from megatron_kd.files import write_json
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.progress import progress
 from megatron_kd.targets import TopKTargets
-from megatron_kd.training.distill import Distillation
+from megatron_kd.training.distill import Distillation, Observer
 from megatron_kd.training.heldout import HeldoutRows
 from megatron_kd.training.sums import TokenSums, add_over_model
 
@@ -49,12 +49,14 @@ def evaluate_model(
     num_workers: int = 1,
     show_progress: bool = False,
     on_micro_batch: Callable[[], None] = lambda: None,
+    observe: Observer | None = None,
 ) -> dict[str, float]:
     """Means over the unmasked tokens of the held-out split. Collective over all ranks.
 
     Args:
         num_workers: threads that read ahead.
         on_micro_batch: called before each; a sign of life.
+        observe: looks at each micro batch where the head is, such as ``EvaluationDetails.observe``.
 
     Returns:
         eval/kd (the recipe's divergence per token, over the top K and its tail, or over the whole vocabulary where the
@@ -111,6 +113,7 @@ def evaluate_model(
                 mode="no_grad",
                 ce_weight=_BOTH,
                 on_micro_batch=on_micro_batch,
+                observe=observe,
             )
             for batch in batches:
                 if unigram is not None and batch.targets is not None:
@@ -150,8 +153,8 @@ def evaluation_path(run_dir: Path, iteration: int) -> Path:
     return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
 
 
-def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, float], recipe: Recipe) -> Path:
-    """Keeps an evaluation beside the metrics of its run, with what it was measured by."""
+def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, Any], recipe: Recipe) -> Path:
+    """Keeps an evaluation, means and tables, beside the metrics of its run, with what it was measured by."""
     path = evaluation_path(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_json(path, {"iteration": iteration, "tokens": tokens, "measure": _measure_of(recipe), **result})

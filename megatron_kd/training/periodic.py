@@ -6,6 +6,7 @@ from pathlib import Path
 
 from megatron_kd.device import any_rank, fail_together
 from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
+from megatron_kd.training.evaluation_details import EvaluationDetails
 from megatron_kd.training.measures import Measures
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.session import Session
@@ -24,6 +25,9 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
         if known is not None:
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
         return
+    details = None
+    if session.recipe.training.eval_details:
+        details = EvaluationDetails(session.recipe, session.evaluation, session.groups)
     with measures.between("evaluation") as spent:
         result = evaluate_model(
             student.bare,
@@ -34,9 +38,12 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
             session.recipe.training.micro_batch_size,
             num_workers=session.recipe.data.num_workers,
             on_micro_batch=student.phases.beat,
+            observe=details.observe if details is not None else None,
         )
+        means, tables = details.finish() if details is not None else ({}, {})
+    result |= means
     with fail_together("writing the evaluation"):
         if session.is_first:
-            write_evaluation(run_dir, student.iteration, student.tokens, result, session.recipe)
+            write_evaluation(run_dir, student.iteration, student.tokens, {**result, **tables}, session.recipe)
             line = {**result, **spent}
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, line)

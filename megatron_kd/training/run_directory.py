@@ -145,8 +145,8 @@ def _git(folder: Path, *arguments: str) -> str:
 
 def truncate_metrics(path: Path, iteration: int) -> None:
     """Drops what was measured behind the iteration a run resumes from, so that every iteration stands there once."""
-    for evaluation in (path / "evaluations").glob("iter_*.json"):
-        number = evaluation.stem.removeprefix("iter_")
+    for evaluation in (path / "evaluations").glob("*iter_*.json"):
+        number = evaluation.stem.rpartition("iter_")[2]
         if number.isdigit() and int(number) > iteration:
             evaluation.unlink()
     file = path / "metrics.jsonl"
