@@ -36,6 +36,10 @@ class DamagedCheckpointError(CheckpointError):
     """A checkpoint that is not, or no longer, what was written: another one of the same run may do."""
 
 
+class DivergedError(KDError):
+    """The weights are no numbers any more, on every rank; a checkpoint from before is good."""
+
+
 class LaunchError(KDError):
     """A command started with another number of ranks than its recipe needs."""
 

@@ -29,10 +29,10 @@ from megatron_kd.models.checkpoint import (
     read_sharded,
     sharded_weights,
     write_note,
-    write_sharded,
 )
 from megatron_kd.models.checkpoint_files import describe_files
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.sharded_write import ShardedWrite
 from megatron_kd.training.setup import Student
 
 PROGRESS_NOTE = "progress.json"
@@ -87,36 +87,79 @@ def _sharded_state(student: Student, *, is_loading: bool, same_layout: bool) -> 
     return state
 
 
-def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, keep: int) -> Path:
-    """Saves and publishes, then removes all but the newest ``keep``. Collective; one iteration is saved once.
+class BegunCheckpoint:
+    """A checkpoint whose content is fixed: ``write`` on every rank, in any thread, then ``publish`` on all together.
 
-    Raises:
-        CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
-            stay.
+    Attributes:
+        path: the name it will have.
+        iteration: which it is of.
     """
-    path = checkpoint_path(run_dir, student.iteration)
+
+    def __init__(
+        self, student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, *, detached: bool = False
+    ) -> None:
+        """Collective.
+
+        Args:
+            detached: the student may be trained on before ``write`` has ended.
+
+        Raises:
+            CheckpointError, OSError, RemoteRankError: on every rank.
+        """
+        self._model, self._run_dir = model, run_dir
+        self.iteration = student.iteration
+        self.path = checkpoint_path(run_dir, student.iteration)
+        self._progress = {
+            "iteration": student.iteration,
+            "consumed_samples": student.consumed_samples,
+            "tokens": student.tokens,
+            **_layout(groups),
+        }
+        self._partial = make_partial_directory(self.path)
+        state = _sharded_state(student, is_loading=False, same_layout=True)
+        self._shards = ShardedWrite(state, self._partial, self.path, dict(_SHARDING), detached=detached)
+
+    def write(self) -> None:
+        """This rank's part of the files. Raises nothing and holds no collective."""
+        self._shards.write()
+
+    def publish(self, keep: int) -> None:
+        """Gives it its name, then removes all but the newest ``keep``. Collective.
+
+        Raises:
+            CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
+                stay.
+        """
+        files = self._shards.finish()
+        with fail_together(f"saving {self.path}"):
+            if dist.get_rank() == 0:
+                write_json(self._partial / PROGRESS_NOTE, self._progress)
+                write_note(self._partial, self._model, files | describe_files(self._partial, [PROGRESS_NOTE]), {})
+        publish_directory(self._partial, self.path)
+        with fail_together(f"removing old checkpoints of {self._run_dir}"):
+            if dist.get_rank() == 0:
+                _prune(self._run_dir, keep)
+
+
+def is_saved(run_dir: Path, iteration: int) -> bool:
+    """Whether the checkpoint of an iteration is there already. Collective. Raises as ``BegunCheckpoint``."""
+    path = checkpoint_path(run_dir, iteration)
     with fail_together(f"saving {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if any_rank(path.exists()):
-        return path
-    partial = make_partial_directory(path)
-    state = _sharded_state(student, is_loading=False, same_layout=True)
-    files = write_sharded(state, partial, path, dict(_SHARDING))
-    progress = {
-        "iteration": student.iteration,
-        "consumed_samples": student.consumed_samples,
-        "tokens": student.tokens,
-        **_layout(groups),
-    }
-    with fail_together(f"saving {path}"):
-        if dist.get_rank() == 0:
-            write_json(partial / PROGRESS_NOTE, progress)
-            write_note(partial, model, files | describe_files(partial, [PROGRESS_NOTE]), {})
-    publish_directory(partial, path)
-    with fail_together(f"removing old checkpoints of {run_dir}"):
-        if dist.get_rank() == 0:
-            _prune(run_dir, keep)
-    return path
+    return any_rank(path.exists())
+
+
+def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, keep: int) -> Path:
+    """Saves, publishes, and removes all but the newest ``keep``. Collective; one iteration is saved once.
+
+    Raises:
+        CheckpointError, OSError, RemoteRankError: as ``BegunCheckpoint``.
+    """
+    if not is_saved(run_dir, student.iteration):
+        begun = BegunCheckpoint(student, model, groups, run_dir)
+        begun.write()
+        begun.publish(keep)
+    return checkpoint_path(run_dir, student.iteration)
 
 
 def _prune(run_dir: Path, keep: int) -> None:

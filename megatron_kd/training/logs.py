@@ -9,6 +9,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+class _LogFile(logging.FileHandler):
+    """Loses the lines that a full disk does not take; ``logging`` would print a traceback for each."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+
 @contextmanager
 def log_to_file(path: Path, *, warn_on_terminal: bool) -> Iterator[None]:
     """Appends this package's log to a file while entered.
@@ -16,7 +24,7 @@ def log_to_file(path: Path, *, warn_on_terminal: bool) -> Iterator[None]:
     Args:
         warn_on_terminal: print warnings on standard error too; for the first rank.
     """
-    file = logging.FileHandler(path)
+    file = _LogFile(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file]
     if warn_on_terminal:

@@ -23,7 +23,7 @@ from megatron_kd.device import (
     on_any_rank,
     reset_peak_memory,
 )
-from megatron_kd.errors import RemoteRankError
+from megatron_kd.errors import DivergedError, KDError, RemoteRankError
 from megatron_kd.progress import progress
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import list_checkpoints
@@ -103,12 +103,12 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             status.update(iteration=start)
     dist.barrier()
 
-    saver = Saver(session, student, run_dir, status)
     total = recipe.training.train_iters
     result: dict[str, float] = {}
     stopping = False
     evaluate_every = recipe.training.eval_interval
     with (
+        Saver(session, student, run_dir, status) as saver,
         MetricsWriter(recipe, run_dir, enabled=session.is_first) as writer,
         step_reader(session).ahead(
             start, total, prefetch_batches=recipe.data.prefetch_batches, num_workers=recipe.data.num_workers
@@ -123,15 +123,21 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
         reset_peak_memory()
         while student.iteration < total:
             started = time.perf_counter()
-            batches, error, stopping = _agree(steps, stop)
+            batches, error, stopping, writing = _agree(steps, stop, writer, saver)
             if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
-                    saver.save()
+                    _keep(saver)
                 raise error
+            if not writing:
+                saver.publish()
             if stopping:
                 break
-            done = train_step(recipe, student, session.distillation, groups, batches)
+            try:
+                done = train_step(recipe, student, session.distillation, groups, batches)
+            except DivergedError:
+                saver.finish()  # the weights are lost on every rank, a checkpoint that is being written is good
+                raise
             student.iteration += 1
             student.consumed_samples += recipe.training.global_batch_size
             student.tokens += done.tokens
@@ -146,13 +152,16 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
                 evaluate_now(session, student, run_dir, writer)
                 reset_peak_memory()
         if student.iteration > start:
-            logger.info("saved %s", saver.save())
+            logger.info("saved %s", saver.save_now())
         if stopping:
             logger.warning(
                 "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
             )
         elif student.iteration > start:
             evaluate_now(session, student, run_dir, writer)
+        with fail_together(f"writing {writer.path}"):
+            if writer.failure is not None:
+                raise writer.failure
     return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
 
 
@@ -178,22 +187,34 @@ def step_reader(session: Session) -> StepReader:
     )
 
 
-def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], Exception | None, bool]:
-    """The next batches, what failed on the way, and whether to stop: one exchange, so that all ranks do the same.
+def _keep(saver: Saver) -> None:
+    """A last checkpoint before all ranks end for another reason, which must not be hidden by one that the disk has."""
+    try:
+        saver.save_now()
+    except (KDError, OSError) as error:
+        logger.warning("%s", error)
 
-    The error is returned, not raised: where one rank's rows failed, every rank gets one here, and all are still there
-    to save. Raised is only what ends that.
+
+def _agree(
+    steps: Iterator[list[Batch]], stop: StopOnSignal, writer: MetricsWriter, saver: Saver
+) -> tuple[list[Batch], Exception | None, bool, bool]:
+    """The next batches, what failed on the way, whether to stop, and whether a checkpoint is still being written.
+
+    One exchange, so that all ranks do the same. The error is returned, not raised: where one rank's rows or metrics
+    failed, every rank gets one here, and all are still there to save. Raised is only what ends that.
 
     Raises:
         RemoteRankError: a rank died.
     """
     batches: list[Batch] = []
-    error: Exception | None = None
+    error: Exception | None = writer.failure
     try:
         batches = next(steps)
     except Exception as caught:  # whatever it is, the others must hear of it: they would wait in the next collective
         error = caught
-    failed, stopping = on_any_rank([error is not None, stop.received is not None])
+    failed, stopping, writing = on_any_rank([error is not None, stop.received is not None, saver.is_writing])
     if failed and error is None:
-        error = RemoteRankError("reading the next rows failed on another rank; its message says why")
-    return batches, error, stopping
+        error = RemoteRankError(
+            "reading the next rows or writing the metrics failed on another rank; its message says why"
+        )
+    return batches, error, stopping, writing

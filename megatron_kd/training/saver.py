@@ -2,36 +2,93 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future, wait
 from pathlib import Path
+from types import TracebackType
 
-from megatron_kd.device import fail_together
+from megatron_kd.daemons import DaemonThreads
+from megatron_kd.device import any_rank, fail_together
 from megatron_kd.status import JobStatus
-from megatron_kd.training.checkpoint import save_checkpoint
+from megatron_kd.training.checkpoint import BegunCheckpoint, checkpoint_path, is_saved
 from megatron_kd.training.run_directory import STATUS_FILE
 from megatron_kd.training.session import Session
 from megatron_kd.training.setup import Student
 
+_STILL_WRITING_S = 2.0
+
 
 class Saver:
-    """Saves a student into its run directory and says so in ``status.json``. Its methods are collective."""
+    """Saves a student into its run directory and says so in ``status.json``.
+
+    Files are written in a thread, one checkpoint at a time. With ``checkpoint.async_save`` the training goes on
+    meanwhile; the checkpoint gets its name in the first step before which all ranks have written theirs. All methods
+    are collective, and raise ``CheckpointError``, ``OSError`` or ``RemoteRankError`` as ``BegunCheckpoint``, each on
+    every rank: also for the checkpoint that was begun before.
+    """
 
     def __init__(self, session: Session, student: Student, run_dir: Path, status: JobStatus) -> None:
         self._session = session
         self._student = student
         self._run_dir = run_dir
         self._status = status
+        # Daemons: a rank that must end does not wait for a disk that does not answer.
+        self._threads = DaemonThreads(1, "checkpoint")
+        self._begun: tuple[BegunCheckpoint, Future[None]] | None = None
 
-    def save(self) -> Path:
-        """Saves the student as it is. Raises as ``save_checkpoint``."""
-        recipe = self._session.recipe
-        path = save_checkpoint(
-            self._student, recipe.student.model, self._session.groups, self._run_dir, recipe.checkpoint.keep
-        )
-        with fail_together(f"writing {self._run_dir / STATUS_FILE}"):
-            self._status.update(iteration=self._student.iteration)
-        return path
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Waits for nothing: where a checkpoint was begun and not finished, ranks do not all get here."""
+        self._threads.close(timeout_s=0.0)
+
+    def save(self) -> None:
+        """Saves the student as it is; with ``checkpoint.async_save`` returns when that may change again."""
+        self._begin(in_background=self._session.recipe.checkpoint.async_save)
+
+    def save_now(self) -> Path:
+        """Saves the student as it is, and waits until all is written."""
+        self._begin(in_background=False)
+        return checkpoint_path(self._run_dir, self._student.iteration)
 
     def is_due(self) -> bool:
         """Whether this iteration ends an interval of ``checkpoint.save_interval``."""
         every = self._session.recipe.checkpoint.save_interval
         return every is not None and self._student.iteration % every == 0
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether this rank has not written its part of the checkpoint that was begun. Not collective."""
+        return self._begun is not None and not self._begun[1].done()
+
+    def finish(self) -> None:
+        """Waits for the checkpoint that was begun, if one was, and publishes it."""
+        if self._begun is None:
+            return
+        # A slow disk may take longer than a collective may wait; a rank that dies is heard of at once.
+        wait([self._begun[1]], _STILL_WRITING_S)
+        while any_rank(self.is_writing):
+            wait([self._begun[1]], _STILL_WRITING_S)
+        self.publish()
+
+    def publish(self) -> None:
+        """Publishes the checkpoint that was begun, if one was, of which no rank ``is_writing`` any more."""
+        if self._begun is None:
+            return
+        (begun, written), self._begun = self._begun, None
+        written.result()
+        begun.publish(self._session.recipe.checkpoint.keep)
+        with fail_together(f"writing {self._run_dir / STATUS_FILE}"):
+            self._status.update(iteration=begun.iteration)
+
+    def _begin(self, *, in_background: bool) -> None:
+        self.finish()
+        if is_saved(self._run_dir, self._student.iteration):
+            return
+        recipe, groups = self._session.recipe, self._session.groups
+        begun = BegunCheckpoint(self._student, recipe.student.model, groups, self._run_dir, detached=in_background)
+        self._begun = begun, self._threads.submit(begun.write)
+        if not in_background:
+            self.finish()

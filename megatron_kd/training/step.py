@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_kd.config import Recipe
 from megatron_kd.data.batches import Batch
 from megatron_kd.device import current_device, lost_ranks_reported, synchronize
-from megatron_kd.errors import KDError
+from megatron_kd.errors import DivergedError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.distill import Distillation
 from megatron_kd.training.setup import Student
@@ -38,7 +38,7 @@ def train_step(
     unmasked tokens of the global batch, so that they do not depend on how the tokens are spread.
 
     Raises:
-        KDError: the gradient is not finite; on every rank.
+        DivergedError: the gradient is not finite; on every rank.
         RemoteRankError: another rank died.
     """
 
@@ -49,7 +49,7 @@ def train_step(
     updated, grad_norm, _ = student.optimizer.step()
     if grad_norm is not None and not math.isfinite(grad_norm):
         # The norm is of the whole model, so every rank sees it and stops here.
-        raise KDError(
+        raise DivergedError(
             f"the gradient of iteration {student.iteration + 1} has the norm {float(grad_norm)}: the weights are lost, "
             "a checkpoint from before is good; lower optimizer.lr, or look at the rows of that iteration"
         )
