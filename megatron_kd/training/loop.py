@@ -214,7 +214,5 @@ def _agree(
         error = caught
     failed, stopping, writing = on_any_rank([error is not None, stop.received is not None, saver.is_writing])
     if failed and error is None:
-        error = RemoteRankError(
-            "reading the next rows or writing the metrics failed on another rank; its message says why"
-        )
+        error = RemoteRankError("reading the next rows or writing metrics failed on another rank; its message says why")
     return batches, error, stopping, writing
