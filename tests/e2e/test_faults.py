@@ -1,7 +1,7 @@
 """Faults of a long run, with real processes: all ranks end, one line says why, and the run goes on bit-equal.
 
 Damaged checkpoints, bad rows, lost wandb servers and faults inside a background save are tested elsewhere; the table of
-all is in docs/faults.md.
+all is in docs/measurements.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PATIENCE_S = 120.0
 
 
 def report(what: str, seconds: float) -> None:
-    """A line of the table in docs/faults.md; pytest shows it with -s."""
+    """A line of the table in docs/measurements.md; pytest shows it with -s."""
     print(f"\n{what}: all processes ended after {seconds:.1f} s")
 
 
