@@ -123,8 +123,11 @@ class BegunCheckpoint:
         """This rank's part of the files. Raises nothing and holds no collective."""
         self._shards.write()
 
-    def publish(self, keep: int) -> None:
-        """Gives it its name, then removes all but the newest ``keep``. Collective.
+    def publish(self, keep: int) -> list[Path]:
+        """Gives it its name, and takes all but the newest ``keep`` out of sight. Collective.
+
+        Returns:
+            On the first rank the folders that ``remove`` should now remove: of a large model that takes a while.
 
         Raises:
             CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
@@ -137,8 +140,7 @@ class BegunCheckpoint:
                 write_note(self._partial, self._model, files | describe_files(self._partial, [PROGRESS_NOTE]), {})
         publish_directory(self._partial, self.path)
         with fail_together(f"removing old checkpoints of {self._run_dir}"):
-            if dist.get_rank() == 0:
-                _prune(self._run_dir, keep)
+            return _left_over(self._run_dir, keep) if dist.get_rank() == 0 else []
 
 
 def is_saved(run_dir: Path, iteration: int) -> bool:
@@ -158,18 +160,26 @@ def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups
     if not is_saved(run_dir, student.iteration):
         begun = BegunCheckpoint(student, model, groups, run_dir)
         begun.write()
-        begun.publish(keep)
+        remove(begun.publish(keep))
     return checkpoint_path(run_dir, student.iteration)
 
 
-def _prune(run_dir: Path, keep: int) -> None:
-    """Removes all but the newest ``keep`` checkpoints, and what killed processes left of saves and removals."""
+def _left_over(run_dir: Path, keep: int) -> list[Path]:
+    """All but the newest ``keep`` checkpoints, out of sight, and what killed processes left of saves and removals."""
     for _, old in list_checkpoints(run_dir)[:-keep]:
-        # Out of sight first: a removal that is interrupted must not leave a checkpoint that looks whole.
+        # A removal that is interrupted must not leave a checkpoint that looks whole.
         old.rename(old.with_name(f".{old.name}{_REMOVED}"))
-    for left in (run_dir / "checkpoints").iterdir():
-        if left.name.startswith(".iter_") and left.name.endswith((PARTIAL, _REMOVED)):
-            shutil.rmtree(left, ignore_errors=True)
+    return [
+        left
+        for left in (run_dir / "checkpoints").iterdir()
+        if left.name.startswith(".iter_") and left.name.endswith((PARTIAL, _REMOVED))
+    ]
+
+
+def remove(folders: list[Path]) -> None:
+    """Removes what it can; the next save finds the rest."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, path: Path) -> None:

@@ -9,7 +9,7 @@ from types import TracebackType
 from megatron_kd.daemons import DaemonThreads
 from megatron_kd.device import any_rank, fail_together
 from megatron_kd.status import JobStatus
-from megatron_kd.training.checkpoint import BegunCheckpoint, checkpoint_path, is_saved
+from megatron_kd.training.checkpoint import BegunCheckpoint, checkpoint_path, is_saved, remove
 from megatron_kd.training.run_directory import STATUS_FILE
 from megatron_kd.training.session import Session
 from megatron_kd.training.setup import Student
@@ -34,6 +34,7 @@ class Saver:
         # Daemons: a rank that must end does not wait for a disk that does not answer.
         self._threads = DaemonThreads(1, "checkpoint")
         self._begun: tuple[BegunCheckpoint, Future[None]] | None = None
+        self._removed: Future[None] | None = None
 
     def __enter__(self) -> Saver:
         return self
@@ -49,8 +50,10 @@ class Saver:
         self._begin(in_background=self._session.recipe.checkpoint.async_save)
 
     def save_now(self) -> Path:
-        """Saves the student as it is, and waits until all is written."""
+        """Saves the student as it is, and waits until all is written, and removed what is too old."""
         self._begin(in_background=False)
+        if self._removed is not None:
+            wait([self._removed])
         return checkpoint_path(self._run_dir, self._student.iteration)
 
     def is_due(self) -> bool:
@@ -79,7 +82,8 @@ class Saver:
             return
         (begun, written), self._begun = self._begun, None
         written.result()
-        begun.publish(self._session.recipe.checkpoint.keep)
+        left = begun.publish(self._session.recipe.checkpoint.keep)
+        self._removed = self._threads.submit(remove, left)
         with fail_together(f"writing {self._run_dir / STATUS_FILE}"):
             self._status.update(iteration=begun.iteration)
 
