@@ -52,8 +52,7 @@ class Saver:
     def save_now(self) -> Path:
         """Saves the student as it is, and waits until all is written, and removed what is too old."""
         self._begin(in_background=False)
-        if self._removed is not None:
-            wait([self._removed])
+        self._await_removal()
         return checkpoint_path(self._run_dir, self._student.iteration)
 
     def is_due(self) -> bool:
@@ -89,6 +88,7 @@ class Saver:
 
     def _begin(self, *, in_background: bool) -> None:
         self.finish()
+        self._await_removal()  # of what may have the name that this one is written under
         if is_saved(self._run_dir, self._student.iteration):
             return
         recipe, groups = self._session.recipe, self._session.groups
@@ -96,3 +96,7 @@ class Saver:
         self._begun = begun, self._threads.submit(begun.write)
         if not in_background:
             self.finish()
+
+    def _await_removal(self) -> None:
+        if self._removed is not None:
+            wait([self._removed])
