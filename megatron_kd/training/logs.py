@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 class _LogFile(logging.FileHandler):
-    """Loses the lines that a full disk does not take; ``logging`` would print a traceback for each."""
+    """Loses the lines that a full disk does not take: they must not hide the error that a run ends with."""
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         if not isinstance(sys.exception(), OSError):
             super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager

@@ -26,11 +26,16 @@ HOLD_S = 1.0
 
 
 @contextmanager
-def slow_disk(when: dict[int, Callable[[], None]] | None = None) -> Iterator[dict[int, int]]:
-    """Holds each write back until the training is two steps further, or can go no further.
+def slow_disk(
+    before_write: dict[int, Callable[[], None]] | None = None,
+    before_step: dict[int, Callable[[], None]] | None = None,
+    steps: int = 2,
+) -> Iterator[dict[int, int]]:
+    """Holds each write back until the training is some steps further, or for a second where it does not get there.
 
     Args:
-        when: what happens before the write of an iteration.
+        before_write: what happens before the write of an iteration.
+        before_step: what happens before a step, counted from 1.
 
     Yields:
         For each iteration that was saved the steps that had begun when its write began.
@@ -45,12 +50,13 @@ def slow_disk(when: dict[int, Callable[[], None]] | None = None) -> Iterator[dic
         with further:
             begun[0] = student.iteration + 1
             further.notify_all()
+        (before_step or {}).get(begun[0], lambda: None)()
         return step(recipe, student, *arguments)
 
     def held(self: BegunCheckpoint) -> None:
-        (when or {}).get(self.iteration, lambda: None)()
+        (before_write or {}).get(self.iteration, lambda: None)()
         with further:
-            further.wait_for(lambda: begun[0] >= min(self.iteration + 2, STEPS), HOLD_S)
+            further.wait_for(lambda: begun[0] >= min(self.iteration + steps, STEPS), HOLD_S)
             seen[self.iteration] = begun[0]
         write(self)
 
@@ -87,7 +93,8 @@ def _rank(rank: int, world: int, recipe: Path, folder: Path) -> dict[str, Any]:
     found["left"] = sorted(os.listdir(folder / "full/checkpoints"))
     found["stopped at"] = len(steps_of(folder / "full"))
     found["again"] = _train(recipe, folder / "full", later)
-    with slow_disk({SAVE: on_second(lambda: os.kill(os.getpid(), signal.SIGUSR1))}):
+    stop = on_second(lambda: os.kill(os.getpid(), signal.SIGUSR1))
+    with slow_disk(before_step={SAVE + 2: stop}, steps=SAVE):
         found["signalled"] = _train(recipe, folder / "signalled", later)
     with slow_disk():
         found["diverged"] = _train(
@@ -175,7 +182,7 @@ def test_a_disk_that_is_full_for_one_rank(recipe: Path, ranks: list[dict[str, An
 def test_a_signal_waits_for_the_checkpoint_in_flight(recipe: Path, ranks: list[dict[str, Any]]) -> None:
     assert not any(rank["signalled"]["finished"] for rank in ranks)
     stopped = ranks[0]["signalled"]["iteration"]
-    assert SAVE < stopped < 2 * SAVE
+    assert stopped == SAVE + 2
     kept = sorted(os.listdir(recipe.parent / "signalled/checkpoints"))
     assert kept == [f"iter_{SAVE:07d}", f"iter_{stopped:07d}"]
 
