@@ -6,6 +6,7 @@ that was killed had no time to say so and is running for ever; whoever started i
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -51,7 +52,8 @@ class JobStatus:
         """Writes how the job ended; a failure only where it had begun: what was finished before stays so."""
         if error is not None:
             if self.begun:
-                self._write("failed")
+                with suppress(OSError):  # the same full disk, as a rule; what failed first is the better message
+                    self._write("failed")
         elif self._ended is not None:
             self._write("finished" if self._ended else "stopped")
 

@@ -169,6 +169,9 @@ class CheckpointConfig(Section):
     """Steps between two checkpoints; null: only at the end and on a signal."""
     keep: Positive = 3
     """Newest checkpoints that are kept."""
+    async_save: bool = False
+    """Write checkpoints while the training goes on. Until one is written, the first data-parallel rank of each part of
+    the model holds a copy of it in host memory: 14 bytes a parameter in bf16, 16 in fp32."""
     on_damage: Literal["refuse", "previous"] = "refuse"
     """A damaged newest checkpoint: refuse to go on, or go back to the one before it, with a warning."""
 

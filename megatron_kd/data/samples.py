@@ -50,6 +50,9 @@ class RowBatch:
 class SampleSet:
     """An opened set of samples; the arrays are memory-mapped, so that it costs nothing to open and to fork.
 
+    Rows are copies, made by reads that can fail (a mapped page cannot): each raises DataError where a file is
+    truncated, damaged or refused since it was opened.
+
     Attributes:
         path: its folder.
         manifest: the content of ``samples.json``.
@@ -75,9 +78,7 @@ class SampleSet:
             "document_offsets": self._open("document_offsets", np.int32, (offsets,)),
             "row_offsets": self._open("row_offsets", np.int64, (n + 1,)),
         }
-        self._tokens, self._loss_mask, self._document_offsets, self._row_offsets = (
-            file.mapped for file in self._files.values()
-        )
+        self._tokens, self._loss_mask = self._files["tokens"].mapped, self._files["loss_mask"].mapped
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -93,37 +94,16 @@ class SampleSet:
         return int(self.manifest["tokenizer"]["vocab_size"])
 
     def tokens(self, sample: int) -> NDArray[np.int32]:
-        """The tokens of one sample: int32 [L], read-only."""
-        return self._tokens[self._checked(sample)]
+        """The tokens of one sample: int32 [L]."""
+        return self._read_row("tokens", sample)
 
     def loss_mask(self, sample: int) -> NDArray[np.uint8]:
-        """uint8 [L], 1 where the prediction of the next token trains; read-only."""
-        return self._loss_mask[self._checked(sample)]
+        """uint8 [L], 1 where the prediction of the next token trains."""
+        return self._read_row("loss_mask", sample)
 
     def document_offsets(self, sample: int) -> NDArray[np.int32]:
-        """Where the documents of one sample begin: int32 [D], the first is 0; read-only."""
-        start, end = self._row_offsets[self._checked(sample) : sample + 2]
-        return self._document_offsets[start:end]
-
-    def rows(self, ids: ArrayLike) -> RowBatch:
-        """Copies of some samples, in the order of ``ids``, by reads that can fail (a mapped page cannot).
-
-        Raises:
-            DataError: an id that does not exist, or a file that is truncated, damaged or refused since it was opened.
-        """
-        wanted = [self._checked(int(i)) for i in np.asarray(ids).ravel()]
-        return RowBatch(
-            tokens=self._read_rows("tokens", wanted),
-            loss_mask=self._read_rows("loss_mask", wanted),
-            document_offsets=[self._read_document_offsets(sample) for sample in wanted],
-            within_documents=self.within_documents,
-        )
-
-    def _read_rows(self, name: str, wanted: list[int]) -> NDArray[Any]:
-        file = self._files[name]
-        return np.concatenate([file.read(0, 0), *(file.read(sample, sample + 1) for sample in wanted)])
-
-    def _read_document_offsets(self, sample: int) -> NDArray[np.int32]:
+        """Where the documents of one sample begin: int32 [D], the first is 0."""
+        self._checked(sample)
         start, stop = self._files["row_offsets"].read(sample, sample + 2).tolist()
         try:
             return self._files["document_offsets"].read(start, stop)
@@ -131,6 +111,28 @@ class SampleSet:
             raise DataError(
                 f"{self.path / 'row_offsets.npy'} is damaged ({error}): restore it, or prepare again"
             ) from error
+
+    def rows(self, ids: ArrayLike) -> RowBatch:
+        """Some samples, in the order of ``ids``.
+
+        Raises:
+            DataError: an id that does not exist, or as all rows.
+        """
+        wanted = [self._checked(int(i)) for i in np.asarray(ids).ravel()]
+        return RowBatch(
+            tokens=self._read_rows("tokens", wanted),
+            loss_mask=self._read_rows("loss_mask", wanted),
+            document_offsets=[self.document_offsets(sample) for sample in wanted],
+            within_documents=self.within_documents,
+        )
+
+    def _read_row(self, name: str, sample: int) -> NDArray[Any]:
+        row: NDArray[Any] = self._files[name].read(self._checked(sample), sample + 1)[0]
+        return row
+
+    def _read_rows(self, name: str, wanted: list[int]) -> NDArray[Any]:
+        file = self._files[name]
+        return np.concatenate([file.read(0, 0), *(file.read(sample, sample + 1) for sample in wanted)])
 
     def row_hash(self, sample: int) -> bytes:
         """The 16 bytes that name a row in every cache, computed from what is on disk now."""

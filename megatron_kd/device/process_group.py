@@ -179,6 +179,18 @@ def _answer[T](asked: Future[T], ask: Callable[[], T]) -> None:
         asked.set_exception(error)
 
 
+def first_message(message: str | None) -> str | None:
+    """The message of the first rank that has one, on all ranks; None where none has. Collective over all ranks.
+
+    Raises:
+        RemoteRankError: a rank died or did not answer in time.
+    """
+    if not any_rank(message is not None):
+        return None
+    said = gather_arrays(np.frombuffer((message or "").encode(), np.uint8))
+    return next(text.tobytes().decode() for text in said if len(text))
+
+
 def sum_over_ranks(values: Sequence[int]) -> list[int]:
     """Adds up integers below 2^63 over all ranks. Collective.
 

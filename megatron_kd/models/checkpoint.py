@@ -8,7 +8,6 @@ when complete.
 from __future__ import annotations
 
 import json
-import queue
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,10 +16,8 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 from xxhash import xxh3_128_hexdigest
@@ -29,8 +26,9 @@ from megatron_kd.config import ModelConfig
 from megatron_kd.device import fail_together
 from megatron_kd.errors import CheckpointError, DamagedCheckpointError
 from megatron_kd.files import fsync_directory, write_json
-from megatron_kd.models.checkpoint_files import check_content, check_files, describe_files, one_line
+from megatron_kd.models.checkpoint_files import check_content, check_files, one_line
 from megatron_kd.models.chunks import chunks_of
+from megatron_kd.models.sharded_write import write_sharded
 
 MODEL_NOTE, NOTE_HASH = "model.json", "xxh3_128"
 EXTRA_STATE = "_extra_state"
@@ -53,37 +51,6 @@ def make_partial_directory(final: Path) -> Path:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
     return partial
-
-
-def write_sharded(
-    state: dict[str, Any], partial: Path, final: Path, metadata: dict[str, Any] | None = None
-) -> dict[str, Any]:
-    """Megatron-Core's save into a partial directory. Collective.
-
-    Returns:
-        On the first rank the hashes of all files, which belong under ``files`` into the note; nothing on the others.
-
-    Raises:
-        CheckpointError: on every rank, where one could not write: a full disk, a quota.
-    """
-    _keep_results_in_process()
-    try:
-        dist_checkpointing.save(state, str(partial), content_metadata=metadata)
-    except (CheckpointingException, CheckpointException, OSError) as error:
-        raise CheckpointError(
-            f"{final} could not be written ({one_line(error)}): check that {partial.parent} has room and "
-            "may be written; nothing stands under its name"
-        ) from error
-    with fail_together(f"saving {final}"):
-        # Each rank reads back what it wrote, from memory as a rule; the first also what lies beside.
-        rank = dist.get_rank()
-        written = sorted(file.name for file in partial.glob(f"__{rank}_*.distcp"))
-        if rank == 0:
-            written += sorted(file.name for file in partial.iterdir() if file.is_file() and file.suffix != ".distcp")
-        own = describe_files(partial, written)
-    gathered: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size())]
-    dist.gather_object(own, gathered if dist.get_rank() == 0 else None)
-    return {name: told for part in gathered for name, told in part.items()}
 
 
 def check_checkpoint(path: Path) -> None:
@@ -116,17 +83,6 @@ def read_sharded(state: dict[str, Any], path: Path) -> dict[str, Any]:
         except (Exception, CheckpointException) as error:
             raise DamagedCheckpointError(f"{path} is damaged or of another model: {one_line(error)}") from error
     return loaded
-
-
-def _keep_results_in_process() -> None:
-    """Lets the writers hand over their results by a plain queue.
-
-    Megatron-Core starts a manager process for that at the first save, which only its forked savers need. It lives as
-    long as training: a signal to the whole job (``scancel --signal``) ends it and with it the next save, and a killed
-    rank leaves it behind for ever.
-    """
-    if filesystem_async._results_queue is None:
-        filesystem_async._results_queue = queue.Queue()
 
 
 def sharded_weights(built: Module) -> dict[str, Any]:

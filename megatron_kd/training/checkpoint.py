@@ -29,10 +29,10 @@ from megatron_kd.models.checkpoint import (
     read_sharded,
     sharded_weights,
     write_note,
-    write_sharded,
 )
 from megatron_kd.models.checkpoint_files import describe_files
 from megatron_kd.models.parallel import ParallelGroups
+from megatron_kd.models.sharded_write import ShardedWrite
 from megatron_kd.training.guard import Guard
 from megatron_kd.training.setup import Student
 
@@ -88,59 +88,105 @@ def _sharded_state(student: Student, *, is_loading: bool, same_layout: bool) -> 
     return state
 
 
-def save_checkpoint(
-    student: Student,
-    model: ModelConfig,
-    groups: ParallelGroups,
-    run_dir: Path,
-    keep: int,
-    best: Path | None = None,
-) -> Path:
-    """Saves and publishes, then removes all but the newest ``keep`` and ``best``. Collective; saves an iteration once.
+class BegunCheckpoint:
+    """A checkpoint whose content is fixed: ``write`` on every rank, in any thread, then ``publish`` on all together.
 
-    Args:
-        best: as the first rank sees it.
-
-    Raises:
-        CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
-            stay.
+    Attributes:
+        path: the name it will have.
+        iteration: which it is of.
     """
-    path = checkpoint_path(run_dir, student.iteration)
+
+    def __init__(
+        self, student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, *, detached: bool = False
+    ) -> None:
+        """Collective.
+
+        Args:
+            detached: the student may be trained on before ``write`` has ended.
+
+        Raises:
+            CheckpointError, OSError, RemoteRankError: on every rank.
+        """
+        self._model, self._run_dir = model, run_dir
+        self.iteration = student.iteration
+        self.path = checkpoint_path(run_dir, student.iteration)
+        self._progress = {
+            "iteration": student.iteration,
+            "consumed_samples": student.consumed_samples,
+            "tokens": student.tokens,
+            **student.guard.state(),
+            **_layout(groups),
+        }
+        self._partial = make_partial_directory(self.path)
+        state = _sharded_state(student, is_loading=False, same_layout=True)
+        self._shards = ShardedWrite(state, self._partial, self.path, dict(_SHARDING), detached=detached)
+
+    def write(self) -> None:
+        """This rank's part of the files. Raises nothing and holds no collective."""
+        self._shards.write()
+
+    def publish(self, keep: int, best: Path | None = None) -> list[Path]:
+        """Gives it its name, and takes all but the newest ``keep`` and ``best`` out of sight. Collective.
+
+        Args:
+            best: as the first rank sees it.
+
+        Returns:
+            On the first rank the folders that ``remove`` should now remove: of a large model that takes a while.
+
+        Raises:
+            CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
+                stay.
+        """
+        files = self._shards.finish()
+        with fail_together(f"saving {self.path}"):
+            if dist.get_rank() == 0:
+                write_json(self._partial / PROGRESS_NOTE, self._progress)
+                write_note(self._partial, self._model, files | describe_files(self._partial, [PROGRESS_NOTE]), {})
+        publish_directory(self._partial, self.path)
+        with fail_together(f"removing old checkpoints of {self._run_dir}"):
+            return _left_over(self._run_dir, keep, best) if dist.get_rank() == 0 else []
+
+
+def is_saved(run_dir: Path, iteration: int) -> bool:
+    """Whether the checkpoint of an iteration is there already. Collective. Raises as ``BegunCheckpoint``."""
+    path = checkpoint_path(run_dir, iteration)
     with fail_together(f"saving {path}"):
         path.parent.mkdir(parents=True, exist_ok=True)
-    if any_rank(path.exists()):
-        return path
-    partial = make_partial_directory(path)
-    state = _sharded_state(student, is_loading=False, same_layout=True)
-    files = write_sharded(state, partial, path, dict(_SHARDING))
-    progress = {
-        "iteration": student.iteration,
-        "consumed_samples": student.consumed_samples,
-        "tokens": student.tokens,
-        **student.guard.state(),
-        **_layout(groups),
-    }
-    with fail_together(f"saving {path}"):
-        if dist.get_rank() == 0:
-            write_json(partial / PROGRESS_NOTE, progress)
-            write_note(partial, model, files | describe_files(partial, [PROGRESS_NOTE]), {})
-    publish_directory(partial, path)
-    with fail_together(f"removing old checkpoints of {run_dir}"):
-        if dist.get_rank() == 0:
-            _prune(run_dir, keep, best)
-    return path
+    return any_rank(path.exists())
 
 
-def _prune(run_dir: Path, keep: int, best: Path | None = None) -> None:
-    """Removes all but the newest ``keep`` checkpoints and ``best``, and what killed saves and removals have left."""
+def save_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, run_dir: Path, keep: int) -> Path:
+    """Saves, publishes, and removes all but the newest ``keep``. Collective; one iteration is saved once.
+
+    Raises:
+        CheckpointError, OSError, RemoteRankError: as ``BegunCheckpoint``.
+    """
+    if not is_saved(run_dir, student.iteration):
+        begun = BegunCheckpoint(student, model, groups, run_dir)
+        begun.write()
+        remove(begun.publish(keep))
+    return checkpoint_path(run_dir, student.iteration)
+
+
+def _left_over(run_dir: Path, keep: int, best: Path | None) -> list[Path]:
+    """All but the newest ``keep`` checkpoints and ``best``, out of sight, and what killed saves and removals left."""
     for _, old in list_checkpoints(run_dir)[:-keep]:
         if old == best:
             continue
-        # Out of sight first: a removal that is interrupted must not leave a checkpoint that looks whole.
+        # A removal that is interrupted must not leave a checkpoint that looks whole.
         old.rename(old.with_name(f".{old.name}{_REMOVED}"))
-    for left in (run_dir / "checkpoints").iterdir():
-        if left.name.startswith(".iter_") and left.name.endswith((PARTIAL, _REMOVED)):
-            shutil.rmtree(left, ignore_errors=True)
+    return [
+        left
+        for left in (run_dir / "checkpoints").iterdir()
+        if left.name.startswith(".iter_") and left.name.endswith((PARTIAL, _REMOVED))
+    ]
+
+
+def remove(folders: list[Path]) -> None:
+    """Removes what it can; the next save finds the rest."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_checkpoint(student: Student, model: ModelConfig, groups: ParallelGroups, path: Path) -> None:

@@ -5,8 +5,20 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+class _LogFile(logging.FileHandler):
+    """Loses the lines that a full disk does not take: they must not hide the error that a run ends with."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 @contextmanager
@@ -16,7 +28,7 @@ def log_to_file(path: Path, *, warn_on_terminal: bool) -> Iterator[None]:
     Args:
         warn_on_terminal: print warnings on standard error too; for the first rank.
     """
-    file = logging.FileHandler(path)
+    file = _LogFile(path)
     file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     handlers: list[logging.Handler] = [file]
     if warn_on_terminal:

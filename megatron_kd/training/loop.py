@@ -22,7 +22,7 @@ from megatron_kd.device import (
     fail_together,
     on_any_rank,
 )
-from megatron_kd.errors import RemoteRankError
+from megatron_kd.errors import KDError, RemoteRankError
 from megatron_kd.progress import progress
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import list_checkpoints
@@ -126,6 +126,7 @@ def _run(
     evaluate_every = recipe.training.eval_interval
     with (
         MetricsWriter(recipe, run_dir, enabled=session.is_first) as writer,
+        Saver(session, student, run_dir, status, writer, measures) as saver,
         step_reader(session).ahead(
             start, total, prefetch_batches=recipe.data.prefetch_batches, num_workers=recipe.data.num_workers
         ) as steps,
@@ -134,7 +135,6 @@ def _run(
         ) as advance,
         StepProfiler(recipe.profile, run_dir / "profile", dist.get_rank()) as profiler,
     ):
-        saver = Saver(session, student, run_dir, status, writer, measures)
         stopper = EarlyStopper(session, student, run_dir, saver, status)
         # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
         if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
@@ -146,12 +146,14 @@ def _run(
             started = time.perf_counter()
             phases.begin_step()
             with phases("data"):
-                batches, error, stopping = _agree(steps, stop)
+                batches, error, stopping, writing = _agree(steps, stop, writer, saver)
             if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
-                    saver.save()
+                    _keep(saver)
                 raise error
+            if not writing:
+                saver.publish()
             if stopping:
                 break
             try:
@@ -159,7 +161,7 @@ def _run(
             except DivergedError:
                 # On every rank, before anything was changed.
                 if student.iteration > start:
-                    saver.save()
+                    _keep(saver)
                 raise
             student.iteration += 1
             student.consumed_samples += recipe.training.global_batch_size
@@ -174,7 +176,7 @@ def _run(
                 evaluate_now(session, student, run_dir, writer, measures)
                 stopper.look()
         if student.iteration > start:
-            logger.info("saved %s", saver.save())
+            logger.info("saved %s", saver.save_now())
         if stopping:
             logger.warning(
                 "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
@@ -182,6 +184,9 @@ def _run(
         elif student.iteration > start:
             evaluate_now(session, student, run_dir, writer, measures)
             stopper.look()
+        with fail_together(f"writing {writer.path}"):
+            if writer.failure is not None:
+                raise writer.failure
     if stopper.reason is not None:
         logger.warning("%s", stopper.reason)
     finished = student.iteration >= total or stopper.reason is not None
@@ -210,22 +215,32 @@ def step_reader(session: Session) -> StepReader:
     )
 
 
-def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch], Exception | None, bool]:
-    """The next batches, what failed on the way, and whether to stop: one exchange, so that all ranks do the same.
+def _keep(saver: Saver) -> None:
+    """A last checkpoint before all ranks end for another reason, which must not be hidden by one that the disk has."""
+    try:
+        saver.save_now()
+    except (KDError, OSError) as error:
+        logger.warning("%s", error)
 
-    The error is returned, not raised: where one rank's rows failed, every rank gets one here, and all are still there
-    to save. Raised is only what ends that.
+
+def _agree(
+    steps: Iterator[list[Batch]], stop: StopOnSignal, writer: MetricsWriter, saver: Saver
+) -> tuple[list[Batch], Exception | None, bool, bool]:
+    """The next batches, what failed on the way, whether to stop, and whether a checkpoint is still being written.
+
+    One exchange, so that all ranks do the same. The error is returned, not raised: where one rank's rows or metrics
+    failed, every rank gets one here, and all are still there to save. Raised is only what ends that.
 
     Raises:
         RemoteRankError: a rank died.
     """
     batches: list[Batch] = []
-    error: Exception | None = None
+    error: Exception | None = writer.failure
     try:
         batches = next(steps)
     except Exception as caught:  # whatever it is, the others must hear of it: they would wait in the next collective
         error = caught
-    failed, stopping = on_any_rank([error is not None, stop.received is not None])
+    failed, stopping, writing = on_any_rank([error is not None, stop.received is not None, saver.is_writing])
     if failed and error is None:
-        error = RemoteRankError("reading the next rows failed on another rank; its message says why")
-    return batches, error, stopping
+        error = RemoteRankError("reading the next rows or writing metrics failed on another rank; its message says why")
+    return batches, error, stopping, writing

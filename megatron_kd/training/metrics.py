@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -15,23 +18,40 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsWriter:
-    """Writes the metrics of the first rank. Made on other ranks with ``enabled=False``, it does nothing."""
+    """Writes the metrics of the first rank. Made on other ranks with ``enabled=False``, it does nothing.
+
+    Attributes:
+        failure: why a line could not be written, else None. No line is written after it: the loop ends all ranks
+            where they can agree on it.
+    """
 
     def __init__(self, recipe: Recipe, run_dir: Path, *, enabled: bool) -> None:
-        path = run_dir / "metrics.jsonl"
-        self._evaluated = _evaluated(path) if enabled else set()
-        self._file = open(path, "a") if enabled else None  # noqa: SIM115
+        self.path = run_dir / "metrics.jsonl"
+        self.failure: OSError | None = None
+        self._evaluated = _evaluated(self.path) if enabled else set()
+        self._file = open(self.path, "ab", buffering=0) if enabled else None  # noqa: SIM115
         self._wandb = WandbView(recipe, run_dir) if enabled and recipe.logging.wandb is not None else None
 
     def write(self, iteration: int, tokens: int, samples: int, metrics: dict[str, float]) -> None:
-        """One line: the position of the run, then the metrics. On disk when this returns."""
-        if self._file is None:
+        """One line: the position of the run, then the metrics. The system has it when this returns."""
+        if self._file is None or self.failure is not None:
             return
         record: dict[str, Any] = {"iteration": iteration, "tokens": tokens, "samples": samples, **metrics}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._append(self._file, (json.dumps(record) + "\n").encode())
         if self._wandb is not None:
             self._wandb.log(record)
+
+    def _append(self, file: FileIO, line: bytes) -> None:
+        """The whole line or, on a full disk, nothing of it."""
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while line:
+                line = line[file.write(line) :]
+        except OSError as error:
+            error.filename = str(self.path)
+            self.failure = error
+            with suppress(OSError):
+                file.truncate(size)
 
     def write_evaluation(self, iteration: int, tokens: int, samples: int, metrics: dict[str, float]) -> None:
         """A line of its own for an evaluation; one that stands there already is not written again."""

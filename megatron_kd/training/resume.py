@@ -9,7 +9,7 @@ from typing import Literal
 import torch.distributed as dist
 
 from megatron_kd.config import ModelConfig
-from megatron_kd.device import any_rank, fail_together, first_rank_tells
+from megatron_kd.device import any_rank, fail_together, first_message, first_rank_tells
 from megatron_kd.errors import CheckpointError, DamagedCheckpointError, KDError
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.training.checkpoint import list_checkpoints, load_checkpoint
@@ -90,9 +90,9 @@ def _with_advice(error: KDError) -> KDError:
 
 def _said_by_any_rank(error: KDError) -> str:
     """What the first rank that found damage says of it, on all ranks. Collective."""
-    said: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, str(error) if isinstance(error, DamagedCheckpointError) else None)
-    return next(message for message in said if message is not None)
+    said = first_message(str(error) if isinstance(error, DamagedCheckpointError) else None)
+    assert said is not None
+    return said
 
 
 def _put_aside(damaged: list[Path]) -> None:

@@ -6,6 +6,7 @@ Each rank reads a copy of the cache of its own, as from the disk of its node, so
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import threading
 import time
@@ -31,9 +32,12 @@ STEPS, BAD_STEP, DAMAGED_AT, BAD_RANK = 24, 20, 3, 1
 PATIENCE_S = 20.0
 
 
-def damage(cache: Path, sample: int) -> None:
-    """Flips a bit of one row's values; a shard is a row here."""
+def damage(cache: Path, sample: int, *, truncate: bool = False) -> None:
+    """Flips a bit of one row's values, or cuts them in half; a shard is a row here."""
     (file,) = cache.glob(f"shards/{sample:06d}-*/logprob_delta/c.0.0")
+    if truncate:
+        os.truncate(file, file.stat().st_size // 2)
+        return
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
     with open(file, "r+b") as opened:  # in place: the run has the file open
@@ -83,7 +87,7 @@ def bad_row_in_training(rank: int, recipe: Path, layout: Layout, folder: Path) -
         deadline = time.monotonic() + PATIENCE_S
         while time.monotonic() < deadline:
             if file.exists() and file.read_text().count('"loss/kd"') >= DAMAGED_AT:
-                damage(cache, bad)
+                damage(cache, bad, truncate=layout.tp == 1)
                 damaged.append(file.read_text().count('"loss/kd"'))
                 return
             time.sleep(0.001)

@@ -71,9 +71,8 @@ def test_reads_what_was_written(tmp_path: Path) -> None:
         np.testing.assert_array_equal(batch.loss_mask[place], rows[i].loss_mask)
         np.testing.assert_array_equal(batch.document_offsets[place], rows[i].document_offsets)
     batch.tokens[:] = 0  # copies
+    samples.tokens(0)[:] = 0
     samples.verify()
-    with pytest.raises(ValueError, match="read-only"):
-        samples.tokens(0)[0] = 1
     assert [path.name for path in (tmp_path / "deep").iterdir()] == ["samples"]
 
 
@@ -86,10 +85,13 @@ def test_a_file_that_breaks_while_it_is_open_is_an_error_and_not_the_end(tmp_pat
     ):
         write(tmp_path / name)
         samples = open_samples(tmp_path / name)
+        one = samples.loss_mask if name == "loss_mask" else samples.row_hash
         samples.rows([0, 306])
         damage(tmp_path / name / f"{name}.npy")
         with pytest.raises(DataError, match=words):
             samples.rows([0, 306])
+        with pytest.raises(DataError, match=name):
+            one(306)
     with pytest.raises(DataError, match=r"loss_mask\.npy is missing or damaged"):
         open_samples(tmp_path / "loss_mask")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,20 @@ def test_a_job_that_fails(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         job()
     assert read(path) == {"state": "failed"}
+
+
+def test_a_failure_is_not_hidden_by_a_disk_that_takes_no_status(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+
+    def job() -> None:
+        with JobStatus(folder / "status.json") as status:
+            status.begin()
+            shutil.rmtree(folder)
+            raise ValueError("no room")
+
+    with pytest.raises(ValueError, match="no room"):
+        job()
 
 
 def test_a_finished_job_that_is_looked_at_again_stays_finished(tmp_path: Path) -> None:
