@@ -55,7 +55,7 @@ def progress(description: str, total: int, *, unit: str = "", enabled: bool = Tr
         yield advance
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """In the unit that people read at a glance: ``90 s``, ``45 min``, ``30.5 h``."""
     if seconds < 120:
         return f"{seconds:.0f} s"
@@ -77,7 +77,7 @@ def _lines(description: str, total: int, unit: str, every_s: float = 10.0) -> It
         elapsed = now - started
         left = elapsed / done * (total - done) if done else 0.0
         console.print(
-            f"{description}: {done:.12g}/{total} {unit} · {_duration(elapsed)}, {_duration(left)} left"
+            f"{description}: {done:.12g}/{total} {unit} · {duration(elapsed)}, {duration(left)} left"
             f"{' · ' if note else ''}{note}"
         )
 

@@ -14,6 +14,8 @@ COMMAND is one of
   convert import  Hugging Face weights into a checkpoint, every rank its shard; --role=student for the student
 RECIPE is a YAML file; each script but job.sh has a default. key=value overrides keys of the recipe.
 Options such as --repair or --role=student go to the command.
+sweep.sh takes a sweep for RECIPE, and --base=RECIPE: under sbatch --array=1-N each task does its point, and with prepare,
+capture or convert import what some of the points read.
 
 Environment:
   KD_CONTAINER     image for pyxis: a squashfs file, or a name such as nvcr.io#nvidia/pytorch:26.06-py3

@@ -10,9 +10,12 @@ source "$lib/recipe.sh"
 source "$lib/steps.sh"
 source "$lib/wait.sh"
 source "$lib/stop.sh"
+source "$lib/point.sh"
 
 start_job() {
-  [[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job: sbatch $0${*:+ $*}; on one machine without SLURM: launch/local.sh ${command/#import/convert import} $target"
+  local alone="launch/local.sh ${command/#import/convert import} $target"
+  [[ -z ${KD_SWEEP:-} ]] || alone="megatron-kd sweep $target"
+  [[ -n ${SLURM_JOB_ID:-} ]] || die "this is a job: sbatch $0${*:+ $*}; on one machine without SLURM: $alone"
   cd "$SLURM_SUBMIT_DIR"
   job_dir=${KD_LOGS:-logs}/$SLURM_JOB_NAME-$SLURM_JOB_ID
   mkdir -p "$job_dir" || die "cannot make $job_dir: submit from a folder that can be written, or set KD_LOGS"
@@ -22,7 +25,7 @@ start_job() {
 
 # Which part of a capture this task of an array does.
 choose_part() {
-  [[ -n ${SLURM_ARRAY_TASK_ID:-} ]] || return 0
+  [[ -n ${SLURM_ARRAY_TASK_ID:-} && -z ${KD_SWEEP:-} ]] || return 0
   [[ $command == capture ]] || die "--array is for capture, whose parts can be done at once; submit $command without"
   local parts=${KD_PARTS:-$SLURM_ARRAY_TASK_COUNT}
   # shellcheck disable=SC2153 # SLURM sets both
@@ -102,6 +105,7 @@ start_job "$@"
 choose_part
 choose_environment
 listen_early
+choose_point
 look_around
 warn_without_login
 check_nodes

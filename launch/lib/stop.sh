@@ -2,11 +2,14 @@
 # Time limits and pre-emption: SLURM sends USR1 to this shell, the ranks save and leave, the job is queued again.
 
 signalled=''
+# Within an array this task alone: the number of the array's last task is that of the whole array.
+this_job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
+this_job=${this_job:-${SLURM_JOB_ID:-}}
 
 # One signal can be lost while a rank starts, so it is sent until the step is gone. Steps only: not this shell.
 ask_ranks_to_stop() {
   while true; do
-    scancel --signal=USR1 "$SLURM_JOB_ID" 2>/dev/null || true
+    scancel --signal=USR1 "$this_job" 2>/dev/null || true
     sleep 5
   done
 }
@@ -68,7 +71,7 @@ requeue() {
     exit 75
   fi
   say "$1: it goes on after requeue $((times + 1)) of at most $most"
-  if scontrol requeue "$SLURM_JOB_ID"; then
+  if scontrol requeue "$this_job"; then
     sleep 120 # SLURM ends this shell
   fi
   say "SLURM did not requeue job $SLURM_JOB_ID: submit it again to go on"

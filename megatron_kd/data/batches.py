@@ -30,6 +30,7 @@ class Batch:
         targets: of all N positions; None when the teacher runs beside the student.
         context: which positions of the rows these are.
         documents: int32 [b, whole rows], the document of each position; None where a token sees all before it.
+        yardstick: targets of all N positions that evaluation measures a second divergence by; None in training.
 
     ``to`` leaves ``labels`` and ``token_weights`` on the CPU: from there masked rows can be left out without a device
     sync. The loss copies them to the device itself, so they lie in ``host_buffer`` memory like the rest.
@@ -42,6 +43,7 @@ class Batch:
     targets: TopKTargets | None
     context: ContextSlice = WHOLE
     documents: Tensor | None = None
+    yardstick: TopKTargets | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -56,8 +58,10 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The tokens, documents and targets on the device."""
         targets = self.targets.to(device) if self.targets is not None else None
+        yardstick = self.yardstick.to(device) if self.yardstick is not None else None
         documents = self.documents.to(device, non_blocking=True) if self.documents is not None else None
-        return replace(self, tokens=self.tokens.to(device, non_blocking=True), targets=targets, documents=documents)
+        tokens = self.tokens.to(device, non_blocking=True)
+        return replace(self, tokens=tokens, targets=targets, documents=documents, yardstick=yardstick)
 
 
 def make_batch(

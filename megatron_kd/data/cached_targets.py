@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,18 @@ class CachedTargets:
             self._rows = np.arange(len(samples))
         elif share[1] == 1:
             self._take_joined(rows_by_hash(cache, samples))
+
+    def as_captured(self) -> CachedTargets | None:
+        """The same rows with all tokens the cache keeps, at temperature 1: one measure for all runs on the cache.
+
+        None where the cache was not captured at temperature 1. Call it after ``join``.
+        """
+        manifest = self._cache.manifest
+        if 1.0 not in manifest.temperatures:
+            return None
+        other = copy(self)
+        other.top_k, other.temperature = manifest.top_k, 1.0
+        return other
 
     @property
     def joined(self) -> bool:

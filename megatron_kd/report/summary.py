@@ -63,6 +63,9 @@ class RunSummary:
     heldout_kd_after: float | None
     heldout_kd_factor: float | None
     """before / after: how many times smaller the divergence became."""
+    heldout_forward_kl_before: float | None
+    """Forward KL over all cached tokens at temperature 1, whatever the run trained on."""
+    heldout_forward_kl_after: float | None
     unigram_kd: float | None
     """Held-out KD of a unigram model fitted on the training split."""
     perplexity_before: float | None
@@ -78,6 +81,7 @@ def summarize(
 ) -> RunSummary:
     """The figures of a run. Never raises: what is missing is None."""
     kd_before, kd_after = _before_after(run, "eval/kd")
+    forward_before, forward_after = _before_after(run, "eval/forward_kl")
     perplexity_before, perplexity_after = _before_after(run, "eval/perplexity")
     agreement_before, agreement_after = _before_after(run, "eval/top1_agreement")
     train_kd = _values(run.metrics, "kd")
@@ -106,6 +110,8 @@ def summarize(
         heldout_kd_before=kd_before,
         heldout_kd_after=kd_after,
         heldout_kd_factor=kd_before / kd_after if kd_before is not None and kd_after else None,
+        heldout_forward_kl_before=forward_before,
+        heldout_forward_kl_after=forward_after,
         unigram_kd=unigram[-1] if unigram else None,
         perplexity_before=perplexity_before,
         perplexity_after=perplexity_after,

@@ -44,6 +44,10 @@ ROWS: tuple[Row, ...] = (
     ("training KD, first → last", lambda run: _change(run.train_kd_first, run.train_kd_last, figure)),
     ("held-out KD, before → after", _heldout),
     ("  unigram model", lambda run: figure(run.unigram_kd)),
+    (
+        "held-out forward KL",
+        lambda run: _change(run.heldout_forward_kl_before, run.heldout_forward_kl_after, figure),
+    ),
     ("held-out perplexity", lambda run: _change(run.perplexity_before, run.perplexity_after, figure)),
     ("top-1 agreement", lambda run: _change(run.agreement_before, run.agreement_after, percent)),
 )

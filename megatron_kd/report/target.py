@@ -81,7 +81,7 @@ def comparability_notes(runs: Sequence[RunRecord], labels: Sequence[str], target
     if len(kinds) > 1:
         notes.append(
             f"the runs have different divergences ({', '.join(sorted(kinds))}): their KD values do not compare; "
-            "evaluate all of them by one recipe, or compare perplexity and agreement"
+            "compare held-out forward KL, perplexity and agreement"
         )
     elif len(trained) > 1:
         alike = len(heldout) == 1 and None not in heldout

@@ -35,6 +35,7 @@ class StepContext:
         teacher: hidden states and head of an online teacher with ``targets: full``; None otherwise.
         mode: the loss's mode; ``no_grad`` in evaluation.
         output: set by the output processor.
+        forward_kl: [N], set by it where the batch has a yardstick: forward KL and bucket tail against that.
     """
 
     batch: Batch
@@ -42,6 +43,7 @@ class StepContext:
     mode: str
     ce_weight: float
     output: DivergenceOutput | None = field(default=None)
+    forward_kl: Tensor | None = field(default=None)
 
 
 class Distillation:
@@ -201,6 +203,10 @@ class Distillation:
                 hidden_states, weight, context.batch.targets, weights, tail=self._loss.tail, **shared
             )
         context.output = output
+        if context.batch.yardstick is not None:
+            plain = {"divergence": "forward_kl", "tail": "bucket", "labels": None, "ce_weight": 0.0}
+            measured = self._method.topk(hidden_states, weight, context.batch.yardstick, weights, **(shared | plain))
+            context.forward_kl = measured.loss_per_token
         return output.loss
 
 
@@ -235,4 +241,5 @@ def loss_function(context: StepContext, output: Tensor) -> tuple[Tensor, Tensor,
     assert context.output is not None, "the output processor ran"
     # A fill, not ``torch.tensor``: that copies from the host, which would wait for the whole forward pass.
     tokens = torch.full((), context.batch.num_tokens, dtype=torch.int, device=output.device)
-    return output, tokens, TokenSums.of(context.output, context.batch, context.ce_weight).values
+    sums = TokenSums.of(context.output, context.batch, context.ce_weight, context.forward_kl)
+    return output, tokens, sums.values

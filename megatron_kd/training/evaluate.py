@@ -59,9 +59,10 @@ def evaluate_model(
         eval/kd (the recipe's divergence per token, over the top K and its tail, or over the whole vocabulary where the
         teacher hands that over; without the T² that scales the loss; in nats, of tvd a probability, so that figures
         of different divergences do not compare), eval/ce, eval/perplexity, eval/top1_agreement, eval/teacher_mass,
-        eval/student_mass, eval/tokens, and where the divergence is the forward KL with the bucket tail at
-        temperature 1, from a cache, eval/unigram_kd: what a unigram model fitted on the training split scores on the
-        same targets.
+        eval/student_mass, eval/tokens. From a cache with temperature 1 also eval/forward_kl, which does compare, in
+        nats: the forward KL with the bucket tail over all tokens that the cache keeps, at temperature 1, whatever the
+        recipe trains on; and where the recipe's divergence is of that kind eval/unigram_kd: what a unigram model
+        fitted on the training split scores on the same targets.
 
     Raises:
         DataError, CacheError: there is no held-out split, or one of its rows cannot be used; on every rank.
@@ -71,8 +72,20 @@ def evaluate_model(
         ids = samples.splits.get(SPLIT)
         if not ids:
             raise DataError(f"{samples.path} has no held-out rows: set data.heldout_tokens and prepare again")
+    whole = cached.as_captured() if cached is not None else None
+    kd_is_it = (
+        cached is not None and whole is not None and whole.top_k == cached.top_k and distillation.is_plain_bucket_kl
+    )
     # Targets are looked up where the loss is.
-    rows = HeldoutRows(samples, cached if groups.is_last_stage else None, ids, micro_batch_size, groups.context)
+    last = groups.is_last_stage
+    rows = HeldoutRows(
+        samples,
+        cached if last else None,
+        ids,
+        micro_batch_size,
+        groups.context,
+        yardstick=whole if last and not kd_is_it else None,
+    )
     portions = rows.portions(groups.dp_rank, groups.dp_size)
     unigram = None
     if cached is not None and distillation.is_plain_bucket_kl:
@@ -111,6 +124,8 @@ def evaluate_model(
         "eval/student_mass": sums["student_mass"] / tokens,
         "eval/tokens": tokens,
     }
+    if whole is not None:
+        result["eval/forward_kl"] = result["eval/kd"] if kd_is_it else sums["forward_kl"] / tokens
     if unigram is not None:
         result["eval/unigram_kd"] = float(total.item()) / tokens
     return result

@@ -7,7 +7,7 @@ forward pass. So the last portions are filled up with rows that count for nothin
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_kd.data.batches import Batch, make_batch
 from megatron_kd.data.cached_targets import CachedTargets
@@ -23,6 +23,7 @@ class HeldoutRows:
         ids: all rows of the split; at least one.
         cached: None where nobody looks at targets.
         context: the positions of each row that this rank works on.
+        yardstick: targets that a second divergence is measured by; None where there is none to measure.
     """
 
     samples: SampleSet
@@ -30,6 +31,7 @@ class HeldoutRows:
     ids: Sequence[int]
     micro_batch_size: int
     context: ContextSlice = WHOLE
+    yardstick: CachedTargets | None = None
 
     def portions(self, dp_rank: int, dp_size: int) -> list[list[int]]:
         """This rank's portions of at most ``micro_batch_size`` rows, as many on every rank: the last may be empty."""
@@ -47,7 +49,10 @@ class HeldoutRows:
         # Repeated is a row of this portion: one that another rank reads is that rank's to complain about.
         filler = portion[-1] if portion else self.ids[0]
         size = self.micro_batch_size
-        batch = make_batch(self.samples, [*portion, *[filler] * (size - len(portion))], self.cached, self.context)
+        ids = [*portion, *[filler] * (size - len(portion))]
+        batch = make_batch(self.samples, ids, self.cached, self.context)
+        if self.yardstick is not None:
+            batch = replace(batch, yardstick=self.yardstick.targets(ids, self.context))
         # Sequence first: the rows of the batch are columns here.
         batch.labels.view(-1, size)[:, len(portion) :] = -100
         batch.token_weights.view(-1, size)[:, len(portion) :] = 0.0

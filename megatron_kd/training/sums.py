@@ -13,7 +13,18 @@ from megatron_kd.data.batches import Batch
 from megatron_kd.losses import DivergenceOutput, to_device
 from megatron_kd.models.parallel import ParallelGroups
 
-FIELDS = ("total", "kd", "ce", "teacher_mass", "student_mass", "tail", "top1_agreement", "tokens", "labelled")
+FIELDS = (
+    "total",
+    "kd",
+    "ce",
+    "teacher_mass",
+    "student_mass",
+    "tail",
+    "top1_agreement",
+    "tokens",
+    "labelled",
+    "forward_kl",
+)
 
 
 @dataclass(frozen=True)
@@ -23,8 +34,12 @@ class TokenSums:
     values: Tensor
 
     @staticmethod
-    def of(output: DivergenceOutput, batch: Batch, ce_weight: float) -> TokenSums:
-        """The sums of one micro batch. The host reads nothing but the batch's own tensors in CPU memory."""
+    def of(output: DivergenceOutput, batch: Batch, ce_weight: float, forward_kl: Tensor | None = None) -> TokenSums:
+        """The sums of one micro batch. The host reads nothing but the batch's own tensors in CPU memory.
+
+        Args:
+            forward_kl: [N], what evaluation measures beside the recipe's divergence.
+        """
         s, device = output.statistics, output.loss_per_token.device
         unmasked = batch.token_weights != 0
         labelled = int((unmasked & (batch.labels >= 0)).sum()) if ce_weight > 0 else 0
@@ -52,6 +67,7 @@ class TokenSums:
                     total(s.top1_agreement),
                     number(int(unmasked.sum())),
                     number(labelled),
+                    total(forward_kl),
                 ]
             )
         )

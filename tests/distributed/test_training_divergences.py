@@ -64,6 +64,7 @@ CASES = {
     "forward_kl, T = 2": Case("forward_kl", temperature=2.0),
     "jsd over the set, T = 2, with cross-entropy": Case("jsd", "renormalize_both", 2.0, 0.3),
     "jsd, online": Case("jsd", None),
+    "labels alone": Case("forward_kl", ce_weight=1.0),
 }
 
 
@@ -169,6 +170,36 @@ def _main_grad(recipe: Path, *overrides: str) -> dict[str, Any]:
     return found
 
 
+def _labels_alone(recipe: Path) -> dict[str, Any]:
+    """The first step on labels alone, beside torch's own cross-entropy over dense logits and its gradients.
+
+    Once more with other targets: of another K, at another temperature.
+    """
+    from tests.training_runs import position_ids
+
+    case = CASES["labels alone"]
+    trainer = Trainer(recipe_in(recipe, ALONE, *case.overrides("fused")))
+    module, vocab = trainer.student.model.module, trainer.recipe.student.model.vocab_size
+    total, tokens = torch.zeros(()), 0
+    for batch in trainer._reader(0):
+        y = module(batch.tokens, position_ids(batch.tokens), None).transpose(0, 1).flatten(0, 1)[:, :vocab]
+        counted = (batch.token_weights != 0) & (batch.labels >= 0)
+        total = total + torch.nn.functional.cross_entropy(y[counted], batch.labels[counted], reduction="sum")
+        tokens += batch.num_tokens
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    dense = torch.autograd.grad(total / tokens, parameters)
+    step = trainer.step()
+    other = Trainer(recipe_in(recipe, ALONE, *case.overrides("fused"), "teacher.top_k=2", "loss.temperature=2.0"))
+    other.step()
+    return {
+        "loss": step["loss/total"],
+        "expected loss": float(total / tokens),
+        "gradients": trainer.gradients(),
+        "expected": {name: gradient.double().numpy() for name, gradient in zip(names, dense, strict=True)},
+        "of other targets": other.gradients(),
+    }
+
+
 def _head(module: Any) -> Any:
     tied = module.share_embeddings_and_output_weights
     return module.shared_embedding_or_output_weight() if tied else module.output_layer.weight
@@ -192,6 +223,10 @@ def _rank(rank: int, world: int, recipe: Path) -> dict[str, Any]:
             curve = trainer.curve(STEPS)
             trainer.student.iteration = 0  # the rows of the first step once more: what has been learnt of them
             found["curves"][name, implementation] = [*curve, trainer.step()]
+    fewer = [*CASES["jsd"].overrides("fused"), "teacher.top_k=3"]
+    found["evaluated"]["jsd, of a smaller K"] = _evaluate(Trainer(recipe_in(recipe, ALONE, *fewer)))
+    found["labels alone"] = _labels_alone(recipe)
+    trainer = Trainer(recipe_in(recipe, ALONE, *CASES["jsd, online"].overrides("fused")))
     found["in flight"] = _in_flight(trainer)
     shape = trainer.student.model.module.output_layer.weight.shape
     single = (trainer.recipe.student.model.vocab_size * shape[1] + 48 * shape[1]) * 4 / 2**20  # dW and dH
@@ -241,11 +276,28 @@ def test_evaluation_is_by_the_recipe_s_divergence_without_t2(found: dict[str, An
     evaluated = found["evaluated"][name]
     assert evaluated["eval/kd"] == pytest.approx(found["expected of heldout"][name], rel=2e-4)
     # A forward KL of a unigram model stands beside no other divergence.
-    assert ("eval/unigram_kd" in evaluated) == (CASES[name] == Case("forward_kl"))
+    assert ("eval/unigram_kd" in evaluated) == (replace(CASES[name], ce_weight=0.0) == Case("forward_kl"))
 
 
-def test_cross_entropy_has_its_share(found: dict[str, Any]) -> None:
-    (name,) = (name for name, case in CASES.items() if case.ce_weight)
+def test_the_forward_kl_is_measured_whatever_is_trained_on(found: dict[str, Any]) -> None:
+    """Over all tokens of the cache at temperature 1, of one fresh student: the same figure for every run."""
+    expected = found["expected of heldout"]["forward_kl"]
+    for name, evaluated in found["evaluated"].items():
+        assert evaluated["eval/forward_kl"] == pytest.approx(expected, rel=2e-4), name
+    assert found["evaluated"]["forward_kl"]["eval/forward_kl"] == found["evaluated"]["forward_kl"]["eval/kd"]
+    smaller = found["evaluated"]["jsd, of a smaller K"]
+    assert smaller["eval/kd"] < found["evaluated"]["jsd"]["eval/kd"], "a coarser bucket divides less"
+
+
+def test_labels_alone_train_as_plain_cross_entropy_does(found: dict[str, Any]) -> None:
+    seen = found["labels alone"]
+    assert seen["loss"] == pytest.approx(seen["expected loss"], rel=1e-5)
+    assert gradient_error(seen["expected"], seen["gradients"]) < 1e-5
+    assert gradient_error(seen["gradients"], seen["of other targets"]) < 1e-5, "the teacher has no say"
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ce_weight])
+def test_cross_entropy_has_its_share(found: dict[str, Any], name: str) -> None:
     w = CASES[name].ce_weight
     for step in found["curves"][name, "fused"]:
         assert step["loss/total"] == pytest.approx((1 - w) * step["loss/kd"] + w * step["loss/ce"], rel=1e-6)

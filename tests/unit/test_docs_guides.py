@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megatron_kd.config import load_recipe
 from megatron_kd.data.corpus import read_documents
@@ -30,7 +31,7 @@ from tests.unit.typed_commands import (
     pages,
 )
 
-GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day", "first_week", "scaling")}
+GUIDES = {name: (ROOT / f"docs/{name}.md").read_text() for name in ("first_day", "first_week", "scaling", "ablations")}
 README = (ROOT / "README.md").read_text()
 TROUBLES = (ROOT / "docs/troubleshooting.md").read_text()
 WRITTEN = ("recipes/mine.yaml", "recipes/first_try.yaml")
@@ -72,6 +73,11 @@ def test_the_recipe_to_write_loads_and_has_the_rows_it_trains_on(page: str, tmp_
     rows = recipe.training.train_iters * recipe.training.global_batch_size
     assert rows * recipe.data.seq_length <= (recipe.data.train_tokens or 0)
     assert f"recipes/{recipe.name}.yaml" in WRITTEN
+
+
+def test_the_sweep_shown_is_the_one_shipped() -> None:
+    [shown] = blocks(GUIDES["ablations"], "yaml")
+    assert yaml.safe_load(shown) == yaml.safe_load((ROOT / "recipes/ablations/loss_function.yaml").read_text())
 
 
 def test_parquet_becomes_a_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

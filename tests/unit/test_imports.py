@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "megatron_kd"
 
 ORDER = [
     "cli",
+    "sweep",
     "report",
     "bench",
     "doctor",

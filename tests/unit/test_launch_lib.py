@@ -71,6 +71,52 @@ def test_a_step_in_a_container() -> None:
     ], done.stderr
 
 
+CHOOSE = (
+    r"""step() {
+  printf '%s\n' "$*" >&2
+  for i in 1 2 3; do echo run/_sweep/recipes/p$i.yaml; done >"$job_dir/sweep.$kind"
+}
+"""
+    f"source {ROOT}/launch/lib/point.sh\n"
+    'KD_SWEEP=yes KD_RECIPE=; parse_arguments "$@"; choose_point; command_words; printf "%s\\n" "${words[@]}"'
+)
+
+
+@pytest.mark.parametrize(
+    ("given", "task", "kind", "words"),
+    [
+        ("s.yaml a=1", "2", "points", "train run/_sweep/recipes/p2.yaml"),
+        ("s.yaml --base=b.yaml", "3", "points", "train run/_sweep/recipes/p3.yaml"),
+        ("capture s.yaml a=1 --repair", "1", "inputs", "capture run/_sweep/recipes/p1.yaml --repair"),
+        ("convert import s.yaml", "1", "inputs", "convert import run/_sweep/recipes/p1.yaml"),
+    ],
+)
+def test_a_task_of_an_array_takes_its_point(tmp_path: Path, given: str, task: str, kind: str, words: str) -> None:
+    done = bash(f"job_dir={tmp_path}\n{CHOOSE}", *given.split(), SLURM_ARRAY_TASK_ID=task)
+    said, *rest = done.stdout.splitlines()
+    assert rest == words.split() and f"of the 3 {kind} number {task}" in said, done
+    asked = done.stderr.split()
+    assert asked[:2] == ["1", "1"] and asked[4:7] == ["megatron-kd", "sweep", "s.yaml"]
+    assert asked[-1] == f"--write={kind}" and asked[7:-1] == [w for w in given.split() if "=" in w]
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [(None, "s.yaml has 3 points: sbatch --array=1-3 launch/sweep.sh train s.yaml"), ("4", "has the points 1 to 3")],
+)
+def test_an_array_has_as_many_tasks_as_points(tmp_path: Path, task: str | None, says: str) -> None:
+    variables = {} if task is None else {"SLURM_ARRAY_TASK_ID": task}
+    done = bash(f"job_dir={tmp_path}\n{CHOOSE}", "s.yaml", **variables)
+    assert done.returncode == 2 and says in done.stderr
+
+
+def test_a_task_of_an_array_speaks_for_itself_alone() -> None:
+    ids = {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    text = 'scontrol() { printf "%s\\n" "$*"; return 1; }; command=train; requeue "train is not done"'
+    assert "requeue 7_3\n" in bash(text, **ids).stdout
+    assert "requeue 7\n" in bash(text, SLURM_JOB_ID="7").stdout
+
+
 def test_many_nodes_complain_in_one_line(tmp_path: Path) -> None:
     for node in range(10, 20):
         (tmp_path / f"log.{node}").write_text(f"n{node}\tno cache\n" + ("n19\tno GPU\n" if node == 19 else ""))
@@ -123,7 +169,9 @@ def test_a_signal_while_the_nodes_are_looked_at(command: str, restarts: str, sta
     assert ("ran" in done.stdout.split()) == (status == 0)
 
 
-@pytest.mark.parametrize("script", ["job.sh", "gptoss20b_32k.sh", "gptoss120b_32k.sh", "llama31_8b_to_3b_8k.sh"])
+@pytest.mark.parametrize(
+    "script", ["job.sh", "sweep.sh", "gptoss20b_32k.sh", "gptoss120b_32k.sh", "llama31_8b_to_3b_8k.sh"]
+)
 def test_submitted_from_elsewhere(script: str) -> None:
     done = bash(f"unset root lib; source {ROOT}/launch/{script}", SLURM_SUBMIT_DIR="/", SLURM_JOB_ID="7")
     wanted = "launch: error: no //launch/lib/job.sh: submit from the root of the checkout, or set KD_ROOT to it\n"
@@ -147,8 +195,8 @@ def submissions() -> dict[str, tuple[Path, tuple[str, ...], str]]:
             words = line.split()
             options = tuple(takewhile(lambda word: word.startswith("--"), words))
             script, *rest = words[len(options) :]
-            named = [word for word in rest if word.endswith(".yaml")]
-            name = named[0] if named else recipe.relative_to(ROOT).as_posix()
+            named = [word.removeprefix("--base=") for word in rest if word.endswith(".yaml")]
+            name = named[-1] if named else recipe.relative_to(ROOT).as_posix()
             found[f"{recipe.stem}: {line}"] = (ROOT / script, options, name)
     return found
 

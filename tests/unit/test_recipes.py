@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch.distributed as dist
 
 from megatron_kd.config import Recipe, load_recipe
+from megatron_kd.config.sweep import load_sweep
 from megatron_kd.planning.layout import Layout
 from megatron_kd.planning.parameters import rank_parameters
 from megatron_kd.planning.plan import plan_recipe
 from megatron_kd.planning.suggest import candidates, overrides_between
+from megatron_kd.sweep.inputs import inputs_of
 from megatron_kd.testing import run_distributed
 from tests.assets import ROOT
 
 FLAGSHIPS = ("gptoss20b_32k", "gptoss120b_32k", "llama31_8b_to_3b_8k")
-RECIPES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+FILES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "recipes").rglob("*.yaml"))
+SWEEPS = [name for name in FILES if "\nbase: " in (ROOT / name).read_text()]
+RECIPES = [name for name in FILES if name not in SWEEPS]
 PLANNED = [name for name in RECIPES if name.split("/")[1] in FLAGSHIPS]
 
 
@@ -33,6 +39,39 @@ def test_every_recipe_is_read_and_says_how_far_it_was_tried(name: str) -> None:
 def test_names_and_run_directories_are_distinct() -> None:
     loaded = [recipe(name) for name in RECIPES]
     assert len({each.name for each in loaded}) == len({each.run_dir for each in loaded}) == len(loaded)
+
+
+def test_the_sweeps_are_the_ablations() -> None:
+    names = ("loss_function", "packing", "tail", "temperature", "top_k")
+    assert [f"recipes/ablations/{name}.yaml" for name in names] == SWEEPS
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_every_point_of_a_sweep_is_read_and_its_inputs_serve_all(name: str) -> None:
+    assert "# Status: " in (ROOT / name).read_text().split("\nbase")[0]
+    sweep = load_sweep(ROOT / name)
+    assert len(sweep.points) > 2 and sweep.name == Path(name).stem
+    served = [point for inputs in inputs_of(sweep) for point in inputs.points]
+    assert sorted(served) == sorted(point.name for point in sweep.points)
+    assert all(point.recipe.cluster.gpu == "cpu" and point.recipe.world_size == 1 for point in sweep.points)
+
+
+def test_all_ablations_share_one_cache_where_they_share_rows() -> None:
+    """Whichever is run first captures what the others read."""
+    kept: dict[str, list[tuple[str, int, list[float]]]] = {}
+    for name in SWEEPS:
+        for inputs in inputs_of(load_sweep(ROOT / name)):
+            teacher = inputs.recipe.teacher
+            kept.setdefault(str(teacher.cache), []).append((name, teacher.top_k, teacher.temperatures))
+    largest = load_recipe(ROOT / "recipes/ablations/smollm2.yaml").teacher
+    for name, top_k, temperatures in kept[str(largest.cache)]:
+        assert (top_k, temperatures) == (largest.top_k, largest.temperatures), name
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_an_ablation_can_be_asked_of_a_flagship(name: str) -> None:
+    sweep = load_sweep(ROOT / name, base=ROOT / "recipes/gptoss20b_32k/offline_1node.yaml")
+    assert all(plan_recipe(point.recipe).memory.fits for point in sweep.points)
 
 
 @pytest.mark.parametrize("name", PLANNED)
@@ -128,7 +167,7 @@ def test_every_flagship_is_built_with_the_planned_parameters_on_each_rank() -> N
 
 
 def test_comments_name_files_that_are_there() -> None:
-    for name in RECIPES:
+    for name in FILES:
         for word in (ROOT / name).read_text().split():
             if word.startswith(("launch/", "recipes/")) and word.endswith((".sh", ".yaml")):
                 assert (ROOT / word).is_file(), f"{name}: {word}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 
 from megatron_kd.cli import app
 from megatron_kd.config import load_recipe
+from megatron_kd.config.sweep import load_sweep
 from tests.assets import ROOT
 
 SCRIPT = re.compile(r"\blaunch/[a-z0-9_]+\.sh")
@@ -51,7 +53,11 @@ def check_command(line: str, written: tuple[str, ...] = ()) -> None:
         if word.startswith("--"):
             known = any(word.split("=")[0] in parameter.opts for parameter in command.params)
             assert known, f"{line}: no option {word}"
-        elif word.endswith(".yaml") and word not in written:
+    if command.name == "sweep":
+        check_sweep(words)
+        return
+    for word in words:
+        if not word.startswith("--") and word.endswith(".yaml") and word not in written:
             check_recipe(word, words, trains=command.name != "capture")
 
 
@@ -60,6 +66,15 @@ def check_recipe(recipe: str, words: list[str], *, trains: bool = True) -> None:
     assert (ROOT / recipe).exists(), f"no file {recipe}"
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     load_recipe(ROOT / recipe, overrides, trains=trains)
+
+
+def check_sweep(words: list[str]) -> None:
+    """Asserts that all points of a sweep load, on another base where one is named last, and that it has the named."""
+    file, *base = [word.removeprefix("--base=") for word in words if word.endswith(".yaml")]
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
+    sweep = load_sweep(ROOT / file, overrides, base=ROOT / base[0] if base else None)
+    only = [after for word, after in pairwise(words) if word == "--only"]
+    assert set(only) <= {point.name for point in sweep.points}
 
 
 def default_recipe(script: str) -> str:
@@ -74,6 +89,9 @@ def check_script(line: str, written: tuple[str, ...] = ()) -> None:
     place = next(i for i, word in enumerate(words) if SCRIPT.fullmatch(word))
     script, rest = words[place], words[place + 1 :]
     assert (ROOT / script).is_file(), f"{line}: no {script}"
+    if script == "launch/sweep.sh":
+        check_sweep(rest)
+        return
     named = [word for word in rest if word.endswith(".yaml") and "=" not in word]
     assert len(named) <= 1, line
     recipe = named[0] if named else default_recipe(script)
