@@ -97,9 +97,7 @@ def _read(path: Path, asked_by: str, chain: tuple[Path, ...]) -> Layered:
         raise ConfigError(f"extends goes in a circle: {loop}: remove one of these")
     own = read_mapping(path, asked_by)
     if "base" in own and own.keys() & {"grid", "runs"}:
-        raise ConfigError(
-            f"{path} is a sweep of recipes: run it with megatron-kd sweep, or name the recipe in its base"
-        )
+        raise ConfigError(f"{path} is a sweep: run it with megatron-kd sweep, or name the recipe in its base")
     tree = Layered()
     for parent in _parents(own.pop("extends", None), path):
         tree.merge_layered(_read(parent, f"extended by {path}", (*chain, here)))

@@ -180,20 +180,20 @@ def _labels_alone(recipe: Path) -> dict[str, Any]:
     case = CASES["labels alone"]
     trainer = Trainer(recipe_in(recipe, ALONE, *case.overrides("fused")))
     module, vocab = trainer.student.model.module, trainer.recipe.student.model.vocab_size
-    total, labelled = torch.zeros(()), 0
+    total, tokens = torch.zeros(()), 0
     for batch in trainer._reader(0):
         y = module(batch.tokens, position_ids(batch.tokens), None).transpose(0, 1).flatten(0, 1)[:, :vocab]
         counted = (batch.token_weights != 0) & (batch.labels >= 0)
         total = total + torch.nn.functional.cross_entropy(y[counted], batch.labels[counted], reduction="sum")
-        labelled += int(counted.sum())
+        tokens += batch.num_tokens
     names, parameters = zip(*module.named_parameters(), strict=True)
-    dense = torch.autograd.grad(total / labelled, parameters)
+    dense = torch.autograd.grad(total / tokens, parameters)
     step = trainer.step()
     other = Trainer(recipe_in(recipe, ALONE, *case.overrides("fused"), "teacher.top_k=2", "loss.temperature=2.0"))
     other.step()
     return {
         "loss": step["loss/total"],
-        "expected loss": float(total / labelled),
+        "expected loss": float(total / tokens),
         "gradients": trainer.gradients(),
         "expected": {name: gradient.double().numpy() for name, gradient in zip(names, dense, strict=True)},
         "of other targets": other.gradients(),
@@ -293,7 +293,7 @@ def test_labels_alone_train_as_plain_cross_entropy_does(found: dict[str, Any]) -
     seen = found["labels alone"]
     assert seen["loss"] == pytest.approx(seen["expected loss"], rel=1e-5)
     assert gradient_error(seen["expected"], seen["gradients"]) < 1e-5
-    assert gradient_error(seen["gradients"], seen["of other targets"]) < 1e-6, "the teacher has no say"
+    assert gradient_error(seen["gradients"], seen["of other targets"]) < 1e-5, "the teacher has no say"
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.ce_weight])

@@ -139,7 +139,11 @@ def test_a_failing_point_does_not_end_it_and_what_is_left_is_done(
         tmp_path,
         runs={
             "first": {},
-            "fails": {"student.from_teacher": None, "student.checkpoint": "gone", "student.model.hf": None},
+            "fails": {
+                "student.from_teacher": None,
+                "student.checkpoint": str(tmp_path / "gone"),
+                "student.model.hf": None,
+            },
             "last": {"seed": 5},
         },
     )
