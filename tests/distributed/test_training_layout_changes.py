@@ -179,6 +179,8 @@ def test_a_run_goes_on_in_any_other_layout(folder: Path) -> None:
             differences[f"{places[source]} → {places[target]}", f"tiny_{name}"] = tuple(map(float, worst))
             assert worst.max() < 1e-5, differences
     layouts_table.write("resumed", differences)
+    page = (ROOT / "docs/measurements.md").read_text()
+    assert all(f"| {place} | {name} |" in page for place, name in differences), "python -m tests.layouts_table"
     for name, figures in straight.items():
         assert figures["unlike"] == []
         # Lost moments would show: in the second step's loss, ten times what is tolerated above.
