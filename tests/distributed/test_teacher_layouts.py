@@ -140,7 +140,7 @@ def _passed(trainer: Trainer, recipe: Recipe, *, evaluates: bool = False) -> Pas
 
     def weigh(*_: Any) -> None:
         if teacher is not None:
-            seen.append(sum(p.untyped_storage().nbytes() for p in teacher._engine.model.parameters()))
+            seen.append(sum(p.untyped_storage().nbytes() for p in teacher.engine.model.parameters()))
             seen[-1] += 0 if teacher._head is None else teacher._head.nbytes
 
     handle = model.register_forward_pre_hook(weigh)
