@@ -54,7 +54,7 @@ class TeacherConfig(Section):
     model: ModelConfig
     """Architecture, or in a file the name of one (``configs/models/<name>.yaml``)."""
     engine: Literal["megatron", "hf", "vllm"] = "megatron"
-    """What runs the teacher in a capture: Megatron-Core on teacher.checkpoint, in the recipe's layout; or transformers
+    """What runs the teacher in a capture: Megatron-Core on teacher.checkpoint, in its layout; or transformers
     or vLLM on model.hf, any causal language model they know, whole on each rank: without model parallelism."""
     hf: HFEngineConfig = HFEngineConfig()
     vllm: VLLMEngineConfig = VLLMEngineConfig()

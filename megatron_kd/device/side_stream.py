@@ -47,11 +47,11 @@ def pinned_exactly(size: int, dtype: torch.dtype) -> torch.Tensor:
     buffer = torch.empty(size, dtype=dtype)
     if is_cuda() and size:
         runtime = torch.cuda.cudart()
-        error = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)  # type: ignore[attr-defined]
+        error = runtime.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0)
         if int(error) != 0:
             raise KDError(
                 f"{buffer.nbytes / 2**30:.1f} GiB of the host's memory cannot be pinned (CUDA error {int(error)}): "
                 "raise the job's memory or its limit of locked memory (ulimit -l), or set teacher.offload to false"
             )
-        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())  # type: ignore[attr-defined]
+        weakref.finalize(buffer, runtime.cudaHostUnregister, buffer.data_ptr())
     return buffer

@@ -82,9 +82,9 @@ def capture(recipe: Recipe, *, part: Part = WHOLE, repair: bool = False, show_pr
             rank, as itself or as a RemoteRankError.
         RemoteRankError: another rank failed or died.
     """
+    recipe = recipe.in_teacher_layout()
     if recipe.teacher.cache is None:
         raise ConfigError("teacher.cache is not set: name the folder the captured targets go to")
-    recipe = recipe.in_teacher_layout()
     groups = join_ranks(recipe)
     with fail_together("looking at teacher.cache"):
         cache_exists(

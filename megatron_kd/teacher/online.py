@@ -87,6 +87,7 @@ class OnlineTeacher:
     """Answers for the micro batches of a step. All ranks make one and ask it together, as often and for as many.
 
     Attributes:
+        engine: the model, in its own layout.
         at_once: the micro batches of a step are to be asked about together, before the student begins.
     """
 
@@ -110,7 +111,7 @@ class OnlineTeacher:
             engine = MegatronTeacher(recipe.in_teacher_layout(), self._teacher_groups)
         if self._second is not None:
             set_random_state(random_state)
-        self._engine = engine
+        self.engine = engine
         self._head: Tensor | None = None
         if self._second is not None and self._full:
             engine.drop_head()
@@ -156,8 +157,8 @@ class OnlineTeacher:
         """The teacher's own ranks: an answer for each micro batch, nothing before the last stage."""
         with self._layout(), nullcontext() if self._host is None else self._host.on_device():
             if self._full:
-                return list(self._engine.hidden_states(tokens, documents))
-            return [answer.targets for answer in self._engine.top_k_of(tokens, documents)]
+                return list(self.engine.hidden_states(tokens, documents))
+            return [answer.targets for answer in self.engine.top_k_of(tokens, documents)]
 
     def _whole_rows(self, tokens: Sequence[Tensor]) -> Tensor:
         """The global batch, int64 [R, s], in the order of the student's data-parallel ranks and their micro batches."""
@@ -204,8 +205,8 @@ class OnlineTeacher:
         within = None if documents is None else padded(documents[rows.start : rows.stop], filled).split(size)
         answers = self._score(mine.split(size), within)
         have, exchange = self._exchange(total, length)
-        width = self._engine.hidden_size if self._full else 2 * self._engine.top_k_size + 1
-        dtype = self._engine.dtype if self._full else torch.int32
+        width = self.engine.hidden_size if self._full else 2 * self.engine.top_k_size + 1
+        dtype = self.engine.dtype if self._full else torch.int32
         numbers = torch.empty(0, width, dtype=dtype, device=current_device())
         if answers:
             share = have[dist.get_rank()]
@@ -234,7 +235,7 @@ class OnlineTeacher:
         if self._full:
             assert self._head is not None, "the student's last stage has read it"
             return numbers, self._head
-        k = self._engine.top_k_size
+        k = self.engine.top_k_size
         ids, logprobs, tail = numbers.flatten(0, 1).split((k, k, 1), dim=1)
         logprobs, tail = (part.contiguous().view(torch.float32) for part in (logprobs, tail))
         return TopKTargets(ids.contiguous(), logprobs, tail.squeeze(1), self._temperature)

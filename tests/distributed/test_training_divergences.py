@@ -108,7 +108,7 @@ def _expected(online: Trainer, batches: list[Batch], cases: dict[str, Case]) -> 
     for batch in batches:
         y = online.student.model.module(batch.tokens, position_ids(batch.tokens), None)  # [b, s, padded V]
         y = y.transpose(0, 1).flatten(0, 1)[:, :vocab].double()
-        ((hidden, head),) = teacher.hidden_states([batch.tokens])
+        ((hidden, head),) = teacher.engine.hidden_states([batch.tokens])
         u = (hidden.flatten(0, 1).double() @ head.double().T)[:, :vocab]
         for name, case in cases.items():
             p, q = ((logits / case.temperature).softmax(dim=1) for logits in (u, y))

@@ -50,7 +50,7 @@ def _expected(trainer: Trainer) -> dict[str, float]:
     assert teacher is not None
     with torch.no_grad():
         for batch in trainer._reader(0):
-            ((hidden, head),) = teacher.hidden_states([batch.tokens])
+            ((hidden, head),) = teacher.engine.hidden_states([batch.tokens])
             logits = (hidden.flatten(0, 1).double() @ head.double().T)[:, : recipe.teacher.model.vocab_size]
             p = logits.log_softmax(dim=1)
             q = _student_logits(trainer, batch.tokens).log_softmax(dim=1)
@@ -79,7 +79,7 @@ def _targets(trainer: Trainer) -> list[tuple[Any, Any]]:
     pairs = []
     for batch in trainer._reader(0):
         stored = make_batch(trainer.session.samples, batch.sample_ids, cached).targets
-        online = teacher.top_k(batch.tokens)
+        online = teacher.engine.top_k(batch.tokens)
         assert online is not None
         pairs.append((stored, online.targets))
     return pairs

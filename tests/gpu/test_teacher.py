@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +15,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.decoder = torch.nn.Module()
+        self.decoder: Any = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(4))
         self.to("cuda", torch.bfloat16).requires_grad_(False)
 
@@ -31,7 +32,7 @@ def test_weights_leave_the_device_and_come_back() -> None:
     select_device("h200")
     model, x = Model(4096), torch.randn(8, 4096, device="cuda", dtype=torch.bfloat16)
     before, resident = model(x), torch.cuda.memory_allocated()
-    weights = HostWeights(model)  # type: ignore[arg-type]
+    weights = HostWeights(model)
     assert weights.bytes == 4 * 2 * 4096**2
     assert all(home.is_pinned() for home in weights._homes.values())
     for _ in range(3):

@@ -17,14 +17,15 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = torch.nn.Linear(3, 5)
-        self.decoder = torch.nn.Module()
+        self.decoder: Any = torch.nn.Module()
         self.decoder.layers = torch.nn.ModuleList([torch.nn.Linear(5, 5), torch.nn.Linear(5, 5).bfloat16()])
         self.output_layer = torch.nn.Linear(5, 7, bias=False)
         self.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         first, second = self.decoder.layers
-        return self.output_layer(second(first(self.embedding(x)).bfloat16()).float())
+        logits: torch.Tensor = self.output_layer(second(first(self.embedding(x)).bfloat16()).float())
+        return logits
 
 
 def sizes(model: Any) -> dict[str, int]:
@@ -34,7 +35,7 @@ def sizes(model: Any) -> dict[str, int]:
 def test_weights_are_there_for_a_pass_alone() -> None:
     model, x = Model(), torch.randn(2, 3)
     before, full = model(x), sizes(model)
-    weights = HostWeights(model, stay=[model.output_layer.weight])  # type: ignore[arg-type]
+    weights = HostWeights(model, stay=[model.output_layer.weight])
     assert weights.bytes == sum(full.values()) - full["output_layer.weight"]
     for _ in range(2):
         assert [name for name, size in sizes(model).items() if size] == ["output_layer.weight"]
@@ -45,7 +46,7 @@ def test_weights_are_there_for_a_pass_alone() -> None:
 
 def test_a_pass_that_fails_leaves_nothing_behind() -> None:
     model = Model()
-    weights = HostWeights(model)  # type: ignore[arg-type]
+    weights = HostWeights(model)
     with pytest.raises(RuntimeError, match="shapes"), weights.on_device():
         model(torch.randn(2, 4))
     assert not any(sizes(model).values())
@@ -56,7 +57,7 @@ def test_a_view_of_something_larger_gets_memory_of_its_own() -> None:
     together = torch.randn(4, 5, 3)
     model.embedding.weight.data = together[1]
     kept = together.clone()
-    weights = HostWeights(model)  # type: ignore[arg-type]
+    weights = HostWeights(model)
     assert torch.equal(together, kept)
     with weights.on_device():
         assert torch.equal(model.embedding.weight, kept[1])
@@ -65,6 +66,6 @@ def test_a_view_of_something_larger_gets_memory_of_its_own() -> None:
 def test_what_is_empty_already_stays_so() -> None:
     model = Model()
     model.output_layer.weight.untyped_storage().resize_(0)
-    weights = HostWeights(model)  # type: ignore[arg-type]
+    weights = HostWeights(model)
     with weights.on_device():
         assert sizes(model)["output_layer.weight"] == 0 < sizes(model)["embedding.weight"]
