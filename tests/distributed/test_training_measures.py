@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from megatron_kd.testing import run_distributed
 from tests.assets import steps_of, tiny_recipe
@@ -91,6 +92,7 @@ def _pair(rank: int, world: int, recipe: Path) -> dict[str, Any]:
     from megatron_kd.training.loop import train
 
     train(recipe_in(recipe, PAIR, "training.train_iters=3", "profile.step_start=0", "profile.ranks=[1]"))
+    dist.barrier()  # the other rank writes its trace last
     return _spent(recipe.parent / "run")
 
 

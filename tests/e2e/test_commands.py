@@ -116,7 +116,8 @@ def test_train_offline_and_online(folder: Path, recipe: Path) -> None:
     assert f"{folder / 'run'}: iteration {STEPS}, finished" in succeed(again).stdout
     every = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     assert [line["iteration"] for line in every if "eval/kd" in line] == [0, 10, STEPS]
-    assert len(every) == STEPS + 3
+    assert [line["iteration"] for line in every if "time/checkpoint_s" in line] == [STEPS]
+    assert len(every) == STEPS + 3 + 1
     for name in ("recipe.yaml", "environment.json", "logs/rank_0.log", f"evaluations/iter_{STEPS:07d}.json"):
         assert (folder / "run" / name).is_file()
     assert files_below(folder / "run/evaluations") == [f"iter_{i:07d}.json" for i in (0, 10, STEPS)]

@@ -56,7 +56,7 @@ def history(folder: Path) -> list[dict[str, Any]]:
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    """All lines, those of evaluations too."""
+    """All lines, those of evaluations and checkpoints too."""
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -71,7 +71,8 @@ def test_offline_files_hold_one_run_across_restarts(recipe: Path, tmp_path: Path
 
     first, second = (history(folder) for folder in folders)
     logged, written = first + second, metrics(run)
-    assert [row["iteration"] for row in logged] == [0, 1, 2, 3, 3, 4, 5, 5]
+    # Beside each of the two last steps, its checkpoint and its evaluation.
+    assert [row["iteration"] for row in logged] == [0, 1, 2, 3, 3, 3, 4, 5, 5, 5]
     assert [set(row) for row in logged] == [set(row) for row in written]
     for ours, theirs in zip(logged, written, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
