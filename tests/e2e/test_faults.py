@@ -214,11 +214,16 @@ def test_a_disk_full_of_checkpoints(
     began = time.monotonic()
     ranks = job.wait()
     report(f"a disk full of checkpoints, {mode}", time.monotonic() - began)
-    said = [rank.stderr.splitlines()[-1].split("error: ")[1] for rank in ranks]
-    assert said[0] == said[1] and [rank.returncode for rank in ranks] == [2, 2], said
-    assert f"{run}/checkpoints/iter_{3 * SAVE:07d} could not be written" in said[0], said
-    assert "No space left on device" in said[0], said
+    assert [rank.returncode for rank in ranks] == [2, 2], [rank.stderr for rank in ranks]
     assert not any("Traceback" in rank.stderr for rank in ranks), ranks[0].stderr
+    said = [rank.stderr.splitlines()[-1].split("error: ")[1] for rank in ranks]
+    if async_save == "true" and "metrics.jsonl" in said[0]:
+        # The steps beside the write found the disk full as well; that the checkpoint failed is a warning then.
+        assert "failed on another rank" in said[1]
+        said = [ranks[0].stderr] * 2
+    assert said[0] == said[1]
+    assert f"{run}/checkpoints/iter_{3 * SAVE:07d} could not be written" in said[0]
+    assert "No space left on device" in said[0]
     assert saved(run) == [SAVE, 2 * SAVE] and is_saving(run)
     subprocess.run(["mount", "-o", f"remount,size={20 * size}", disk], check=True)
     goes_on(recipe, run, straight, mode)
