@@ -224,6 +224,6 @@ def test_a_disk_full_of_checkpoints(
     assert said[0] == said[1]
     assert f"{run}/checkpoints/iter_{3 * SAVE:07d} could not be written" in said[0]
     assert "No space left on device" in said[0]
-    assert saved(run) == [SAVE, 2 * SAVE] and is_saving(run)
+    assert saved(run) == [SAVE, 2 * SAVE] and not is_saving(run), "the room of the half checkpoint is free again"
     subprocess.run(["mount", "-o", f"remount,size={20 * size}", disk], check=True)
     goes_on(recipe, run, straight, mode)
