@@ -19,7 +19,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from megatron_kd.config import ModelConfig
 from megatron_kd.device import any_rank, fail_together, get_random_state, set_random_state
-from megatron_kd.errors import DamagedCheckpointError
+from megatron_kd.errors import CheckpointError, DamagedCheckpointError
 from megatron_kd.files import write_json
 from megatron_kd.models.checkpoint import (
     check_same_architecture,
@@ -138,7 +138,12 @@ class BegunCheckpoint:
             CheckpointError, OSError, RemoteRankError: on every rank, when one could not write; the checkpoints before
                 stay.
         """
-        files = self._shards.finish()
+        try:
+            files = self._shards.finish()
+        except CheckpointError:
+            if dist.get_rank() == 0:
+                remove([self._partial])  # a full disk has room again for what the run has yet to say
+            raise
         with fail_together(f"saving {self.path}"):
             if dist.get_rank() == 0:
                 write_json(self._partial / PROGRESS_NOTE, self._progress)

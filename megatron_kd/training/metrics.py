@@ -28,6 +28,7 @@ class MetricsWriter:
     def __init__(self, recipe: Recipe, run_dir: Path, *, enabled: bool) -> None:
         self.path = run_dir / "metrics.jsonl"
         self.failure: OSError | None = None
+        self._unwritten: bytes | None = None
         self._evaluated = _evaluated(self.path) if enabled else set()
         self._file = open(self.path, "ab", buffering=0) if enabled else None  # noqa: SIM115
         self._wandb = WandbView(recipe, run_dir) if enabled and recipe.logging.wandb is not None else None
@@ -43,13 +44,13 @@ class MetricsWriter:
 
     def _append(self, file: FileIO, line: bytes) -> None:
         """The whole line or, on a full disk, nothing of it."""
-        size = file.seek(0, os.SEEK_END)
+        size, rest = file.seek(0, os.SEEK_END), line
         try:
-            while line:
-                line = line[file.write(line) :]
+            while rest:
+                rest = rest[file.write(rest) :]
         except OSError as error:
             error.filename = str(self.path)
-            self.failure = error
+            self.failure, self._unwritten = error, line
             with suppress(OSError):
                 file.truncate(size)
 
@@ -66,6 +67,8 @@ class MetricsWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
+            if self._unwritten is not None:
+                self._append(self._file, self._unwritten)  # its step is saved where there is room again
             self._file.close()
         if self._wandb is not None:
             self._wandb.finish(failed=kind is not None)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from tests.assets import command_line, environment, steps_of, succeed
@@ -57,6 +56,18 @@ def wait_until(ready: Callable[[], bool], what: str) -> None:
     while not ready():
         assert time.monotonic() < deadline, what
         time.sleep(0.0005)
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process, and not only its entry for a parent that does not look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def goes_on(recipe: Path, run: Path, straight: list[Any], *overrides: str) -> None:
@@ -115,14 +126,15 @@ def test_a_killed_rank_ends_the_job(recipe: Path, straight: list[Any], tmp_path:
     ) as torchrun:
         try:
             wait_until(lambda: len(saved(run)) > 1 or torchrun.poll() is not None, "no checkpoint")
-            all_processes = psutil.Process(torchrun.pid).children(recursive=True)
-            (victim,) = [p for p in all_processes if p.environ().get("RANK") == "1" and p.ppid() == torchrun.pid]
+            ranks = children(torchrun.pid)
+            every = [*ranks, *(helper for rank in ranks for helper in children(rank))]
+            (victim,) = [pid for pid in ranks if b"RANK=1" in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")]
             killed = time.monotonic()
-            victim.kill()
+            os.kill(victim, signal.SIGKILL)
             assert torchrun.wait(60) != 0
-            _, alive = psutil.wait_procs(all_processes, 60 - (time.monotonic() - killed))
+            wait_until(lambda: not any(map(lives, every)), "a process is left")
             report("a killed rank", time.monotonic() - killed)
-            assert not alive
+            assert time.monotonic() - killed < 60
         finally:
             if torchrun.poll() is None:
                 os.killpg(torchrun.pid, signal.SIGKILL)
@@ -214,11 +226,16 @@ def test_a_disk_full_of_checkpoints(
     began = time.monotonic()
     ranks = job.wait()
     report(f"a disk full of checkpoints, {mode}", time.monotonic() - began)
-    said = [rank.stderr.splitlines()[-1].split("error: ")[1] for rank in ranks]
-    assert said[0] == said[1] and [rank.returncode for rank in ranks] == [2, 2], said
-    assert f"{run}/checkpoints/iter_{3 * SAVE:07d} could not be written" in said[0], said
-    assert "No space left on device" in said[0], said
+    assert [rank.returncode for rank in ranks] == [2, 2], [rank.stderr for rank in ranks]
     assert not any("Traceback" in rank.stderr for rank in ranks), ranks[0].stderr
-    assert saved(run) == [SAVE, 2 * SAVE] and is_saving(run)
+    said = [rank.stderr.splitlines()[-1].split("error: ")[1] for rank in ranks]
+    if async_save == "true" and "metrics.jsonl" in said[0]:
+        # The steps beside the write found the disk full as well; that the checkpoint failed is a warning then.
+        assert "failed on another rank" in said[1]
+        said = [ranks[0].stderr] * 2
+    assert said[0] == said[1]
+    assert f"{run}/checkpoints/iter_{3 * SAVE:07d} could not be written" in said[0]
+    assert "No space left on device" in said[0]
+    assert saved(run) == [SAVE, 2 * SAVE] and not is_saving(run), "the room of the half checkpoint is free again"
     subprocess.run(["mount", "-o", f"remount,size={20 * size}", disk], check=True)
     goes_on(recipe, run, straight, mode)
