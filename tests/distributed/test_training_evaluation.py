@@ -91,9 +91,9 @@ def _logits(trainer: Trainer, batch: Batch, teacher: bool) -> NDArray[np.float64
 
     vocab = trainer.recipe.student.model.vocab_size
     if teacher:
-        engine = trainer.session.distillation._teacher
-        assert engine is not None
-        ((hidden, head),) = engine.hidden_states([batch.tokens])
+        asked = trainer.session.distillation._teacher
+        assert asked is not None
+        ((hidden, head),) = asked.engine.hidden_states([batch.tokens])
         whole = (hidden.double() @ head.double().T).transpose(0, 1)
     else:
         whole = trainer.student.model.module(batch.tokens, position_ids(batch.tokens), None)

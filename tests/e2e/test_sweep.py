@@ -98,7 +98,8 @@ def test_the_command_makes_what_is_missing_and_trains_what_is_left(tmp_path: Pat
     shutil.rmtree(tmp_path / "samples")
     listed = succeed(warm("sweep", path, "--dry-run"))
     assert "first, for divergence_forward_kl, divergence_jsd: prepare\n" in listed.stdout and listed.stderr == ""
-    sweep, log = load_sweep(path), []
+    sweep = load_sweep(path)
+    log: list[str] = []
     assert run_sweep(sweep, sweep.points[:1], start=started(log)).failed == {}
     assert log == ["prepare _inputs_1", "train divergence_forward_kl"]
     done = succeed(megatron_kd("sweep", path))
@@ -147,7 +148,8 @@ def test_a_failing_point_does_not_end_it_and_what_is_left_is_done(
             "last": {"seed": 5},
         },
     )
-    sweep, log = load_sweep(path), []
+    sweep = load_sweep(path)
+    log: list[str] = []
     with monkeypatch.context() as patched:
         patched.setattr("megatron_kd.sweep.run.run_sweep", partial(run_sweep, start=started(log)))
         with pytest.raises(typer.Exit) as left:
