@@ -21,7 +21,7 @@ class Heartbeats:
     def __init__(self) -> None:
         """The default process group is joined."""
         default: Any = dist.distributed_c10d._get_default_store()
-        store = default.clone()
+        store = default.clone()  # its own connection
         store.set_timeout(_TIMEOUT)
         self._store = dist.PrefixStore("megatron_kd/heartbeats", store)
         self._rank, self._ranks = dist.get_rank(), dist.get_world_size()

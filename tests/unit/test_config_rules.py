@@ -200,7 +200,7 @@ MOE = ["teacher.model=tiny_gpt_oss", "data.seq_length=240", "training.global_bat
             ["training.cpu_offloading=true", "training.recompute_granularity=full"],
             [
                 "needs Transformer Engine, on a GPU",
-                "num_layers 0 must be from 1 to 14",
+                "num_layers 0 must be from 1 to 9",
                 "recompute_granularity is full",
             ],
         ),
