@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron_kd.config import Recipe
@@ -20,27 +19,24 @@ from megatron_kd.data.sampler import SampleOrder
 from megatron_kd.data.steps import StepReader
 from megatron_kd.device import (
     StopOnSignal,
-    any_rank,
-    current_device,
     fail_together,
     on_any_rank,
-    peak_memory_bytes,
     reset_peak_memory,
 )
 from megatron_kd.errors import RemoteRankError
-from megatron_kd.models.flops import PEAK_FLOPS, forward_flops_per_token, training_flops_per_token
 from megatron_kd.progress import progress
 from megatron_kd.status import JobStatus
-from megatron_kd.training.checkpoint import list_checkpoints, save_checkpoint
-from megatron_kd.training.evaluate import SPLIT, evaluate_model, read_evaluation, write_evaluation
-from megatron_kd.training.evaluation_details import EvaluationDetails
+from megatron_kd.training.checkpoint import list_checkpoints
 from megatron_kd.training.logs import log_to_file
+from megatron_kd.training.measures import measure
 from megatron_kd.training.metrics import MetricsWriter
+from megatron_kd.training.periodic import evaluate_now
 from megatron_kd.training.resume import load_newest_checkpoint, newest_checkpoint
 from megatron_kd.training.run_directory import STATUS_FILE, exclusive, open_run_directory, truncate_metrics
+from megatron_kd.training.saver import Saver
 from megatron_kd.training.session import Session, open_session
-from megatron_kd.training.setup import Student, build_student, wrap_for_training
-from megatron_kd.training.step import StepResult, train_step
+from megatron_kd.training.setup import build_student, wrap_for_training
+from megatron_kd.training.step import train_step
 
 logger = logging.getLogger(__name__)
 
@@ -107,16 +103,11 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             status.update(iteration=start)
     dist.barrier()
 
-    def save() -> Path:
-        path = save_checkpoint(student, recipe.student.model, groups, run_dir, recipe.checkpoint.keep)
-        with fail_together(f"writing {run_dir / STATUS_FILE}"):
-            status.update(iteration=student.iteration)
-        return path
-
+    saver = Saver(session, student, run_dir, status)
     total = recipe.training.train_iters
     result: dict[str, float] = {}
     stopping = False
-    save_every, evaluate_every = recipe.checkpoint.save_interval, recipe.training.eval_interval
+    evaluate_every = recipe.training.eval_interval
     with (
         MetricsWriter(recipe, run_dir, enabled=session.is_first) as writer,
         step_reader(session).ahead(
@@ -128,7 +119,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
     ):
         # Due at the beginning, and where a run was killed between a checkpoint and its evaluation.
         if start == 0 or start >= total or (evaluate_every and start % evaluate_every == 0):
-            _evaluate(session, student, run_dir, writer)
+            evaluate_now(session, student, run_dir, writer)
         reset_peak_memory()
         while student.iteration < total:
             started = time.perf_counter()
@@ -136,7 +127,7 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             if error is not None:
                 # Every rank is here, at the same step, with good weights: what was learnt is kept.
                 if student.iteration > start:
-                    save()
+                    saver.save()
                 raise error
             if stopping:
                 break
@@ -145,23 +136,23 @@ def _run(session: Session, run_dir: Path, stop: StopOnSignal, status: JobStatus,
             student.consumed_samples += recipe.training.global_batch_size
             student.tokens += done.tokens
             if student.iteration % recipe.logging.log_interval == 0 or student.iteration == total:
-                result = _measure(session, done, time.perf_counter() - started, steps.waited_s)
+                result = measure(session, done, time.perf_counter() - started, steps.waited_s)
                 writer.write(student.iteration, student.tokens, student.consumed_samples, result)
             advance(1, f"KD {done.metrics.get('loss/kd', math.nan):.4f}")
-            if save_every and student.iteration % save_every == 0:
-                save()
+            if saver.is_due():
+                saver.save()
                 reset_peak_memory()  # the peak is that of training steps, whatever lies between them
             if evaluate_every and student.iteration % evaluate_every == 0 and student.iteration < total:
-                _evaluate(session, student, run_dir, writer)
+                evaluate_now(session, student, run_dir, writer)
                 reset_peak_memory()
         if student.iteration > start:
-            logger.info("saved %s", save())
+            logger.info("saved %s", saver.save())
         if stopping:
             logger.warning(
                 "stopped by %s after iteration %d", stop.received or "a signal on another rank", student.iteration
             )
         elif student.iteration > start:
-            _evaluate(session, student, run_dir, writer)
+            evaluate_now(session, student, run_dir, writer)
     return TrainReport(run_dir, student.iteration, student.iteration >= total, start, result)
 
 
@@ -206,61 +197,3 @@ def _agree(steps: Iterator[list[Batch]], stop: StopOnSignal) -> tuple[list[Batch
     if failed and error is None:
         error = RemoteRankError("reading the next rows failed on another rank; its message says why")
     return batches, error, stopping
-
-
-def _measure(session: Session, done: StepResult, seconds: float, waited_s: float) -> dict[str, float]:
-    """Adds speed and memory: the slowest rank's time, waiting for data included, the fullest rank's memory."""
-    recipe = session.recipe
-    most = torch.tensor([seconds, float(peak_memory_bytes()), waited_s], dtype=torch.float64, device=current_device())
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    seconds, peak, waited = most.tolist()
-    positions = recipe.training.global_batch_size * recipe.data.seq_length
-    flops = positions * training_flops_per_token(recipe.student.model, recipe.data.seq_length)
-    if recipe.teacher.mode == "online":
-        flops_with_teacher = flops + positions * forward_flops_per_token(recipe.teacher.model, recipe.data.seq_length)
-    else:
-        flops_with_teacher = flops
-    rate = seconds * recipe.world_size
-    metrics = {
-        **done.metrics,
-        "perf/step_time_s": seconds,
-        "perf/tokens_per_s_per_gpu": positions / rate,
-        "perf/tflops_per_gpu": flops / rate / 1e12,
-        "perf/tflops_per_gpu_with_teacher": flops_with_teacher / rate / 1e12,
-        "memory/peak_gib": peak / 2**30,
-        "data/cache_wait_s": waited,
-    }
-    peak_flops = PEAK_FLOPS.get(recipe.cluster.gpu)
-    if peak_flops is not None and recipe.training.precision == "bf16":
-        metrics["perf/mfu"] = flops / rate / peak_flops
-    return metrics
-
-
-def _evaluate(session: Session, student: Student, run_dir: Path, writer: MetricsWriter) -> None:
-    """Evaluates where there are held-out rows, once an iteration; the result goes to the metrics and beside them."""
-    if not session.samples.splits.get(SPLIT):
-        return
-    known = read_evaluation(run_dir, student.iteration, session.recipe) if session.is_first else None
-    if not any_rank(session.is_first and known is None):
-        if known is not None:
-            writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
-        return
-    details = None
-    if session.recipe.training.eval_details:
-        details = EvaluationDetails(session.recipe, session.evaluation, session.groups)
-    result = evaluate_model(
-        student.model.module,
-        session.evaluation,
-        session.samples,
-        session.evaluation_cached,
-        session.groups,
-        session.recipe.training.micro_batch_size,
-        num_workers=session.recipe.data.num_workers,
-        observe=details.observe if details is not None else None,
-    )
-    means, tables = details.finish() if details is not None else ({}, {})
-    result |= means
-    with fail_together("writing the evaluation"):
-        if session.is_first:
-            write_evaluation(run_dir, student.iteration, student.tokens, {**result, **tables}, session.recipe)
-            writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, result)
