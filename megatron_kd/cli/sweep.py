@@ -42,7 +42,7 @@ def sweep(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Train a grid of recipes, one after another, and show them in one table.
+    """Train a grid of recipes and show them in one table.
 
     All recipes are checked before the first run. What the points read is made once for those that share it, each cache
     with the largest top_k and every temperature. A point that fails does not end the sweep: the status is then 1.

@@ -100,7 +100,7 @@ class ShardedWrite:
             CheckpointError: on every rank the same, where one could not write: a full disk, a quota.
             RemoteRankError: a rank died.
         """
-        said = first_message(one_line(self._error) if self._error is not None else None)
+        said = first_message(one_line(_system_error(self._error)) if self._error is not None else None)
         if said is not None:
             raise self._unwritten(said) from self._error
         with self._reported():
@@ -121,13 +121,21 @@ class ShardedWrite:
             with lost_ranks_reported():
                 yield
         except (CheckpointingException, CheckpointException, OSError) as error:
-            raise self._unwritten(one_line(error)) from error
+            raise self._unwritten(one_line(_system_error(error))) from error
 
     def _unwritten(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{self._final} could not be written ({reason}): check that {self._partial.parent} has room and "
             "may be written; nothing stands under its name"
         )
+
+
+def _system_error(error: BaseException) -> BaseException:
+    """What the system said, where that is behind an error: of a file cut short torch reports its own surprise."""
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return behind or error
 
 
 def write_sharded(

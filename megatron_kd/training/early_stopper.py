@@ -7,7 +7,7 @@ from pathlib import Path
 from megatron_kd.device import fail_together, first_rank_tells
 from megatron_kd.errors import DataError
 from megatron_kd.status import JobStatus
-from megatron_kd.training.early_stopping import exhausted, is_best
+from megatron_kd.training.early_stopping import best_iteration, exhausted
 from megatron_kd.training.evaluate import SPLIT
 from megatron_kd.training.saver import Saver
 from megatron_kd.training.session import Session
@@ -50,15 +50,15 @@ class EarlyStopper:
         best, reason = first_rank_tells(
             "looking at the evaluations",
             lambda: (
-                is_best(recipe, self._run_dir, iteration),
+                best_iteration(recipe, self._run_dir, iteration),
                 exhausted(recipe, self._run_dir, iteration) if iteration < recipe.training.train_iters else None,
             ),
         )
         self.reason = reason
-        if best and iteration > 0:
+        if best == iteration > 0:
             self._saver.save()
         with fail_together("writing the status"):
-            if best:
-                self._status.update(best_iteration=iteration)
+            if best is not None:
+                self._status.update(best_iteration=best)
             if reason is not None:
                 self._status.update(reason=reason)

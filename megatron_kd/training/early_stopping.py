@@ -73,11 +73,17 @@ def exhausted(recipe: Recipe, run_dir: Path, iteration: int) -> str | None:
     )
 
 
-def is_best(recipe: Recipe, run_dir: Path, iteration: int) -> bool:
-    """Whether an early-stopping run has its best evaluation at this iteration."""
+def best_iteration(recipe: Recipe, run_dir: Path, iteration: int) -> int | None:
+    """Where an early-stopping run has its best evaluation up to an iteration; None before the first."""
     policy = recipe.training.early_stopping
     best = None if policy is None else best_of(_periodic(recipe, run_dir, iteration), policy.min_delta)
-    return best is not None and best.iteration == iteration
+    return None if best is None else best.iteration
+
+
+def protected_checkpoint(recipe: Recipe, run_dir: Path, iteration: int) -> Path | None:
+    """The checkpoint of an early-stopping run that is kept whatever its age; None where there is none."""
+    best = best_iteration(recipe, run_dir, iteration)
+    return None if best is None else dict(list_checkpoints(run_dir)).get(best)
 
 
 def _periodic(recipe: Recipe, run_dir: Path, iteration: int) -> list[tuple[int, float]]:
@@ -86,23 +92,17 @@ def _periodic(recipe: Recipe, run_dir: Path, iteration: int) -> list[tuple[int, 
     return [(at, kd) for at, kd in evaluations(run_dir) if at <= iteration and at % every == 0]
 
 
-def best_checkpoint(run_dir: Path, min_delta: float = 0.0) -> Path | None:
-    """The checkpoint with the best evaluation; None where no checkpoint was evaluated."""
-    saved = dict(list_checkpoints(run_dir))
-    best = best_of([(at, kd) for at, kd in evaluations(run_dir) if at in saved], min_delta)
-    return None if best is None else saved[best.iteration]
-
-
 def find_best(run_dir: Path) -> Path:
-    """``best_checkpoint`` of a run, for a user who asks for it.
+    """The checkpoint with the lowest eval/kd of those that were evaluated.
 
     Raises:
-        CheckpointError: no checkpoint was evaluated.
+        CheckpointError: none was.
     """
-    found = best_checkpoint(run_dir)
-    if found is None:
+    saved = dict(list_checkpoints(run_dir))
+    best = best_of([(at, kd) for at, kd in evaluations(run_dir) if at in saved])
+    if best is None:
         raise CheckpointError(
             f"none of the checkpoints in {run_dir / 'checkpoints'} was evaluated: set training.eval_interval to a "
             "multiple of checkpoint.save_interval, or leave --best out"
         )
-    return found
+    return saved[best.iteration]

@@ -10,7 +10,7 @@ from megatron_kd.daemons import DaemonThreads
 from megatron_kd.device import any_rank, fail_together
 from megatron_kd.status import JobStatus
 from megatron_kd.training.checkpoint import BegunCheckpoint, checkpoint_path, is_saved, remove
-from megatron_kd.training.early_stopping import best_checkpoint
+from megatron_kd.training.early_stopping import protected_checkpoint
 from megatron_kd.training.measures import Measures
 from megatron_kd.training.metrics import MetricsWriter
 from megatron_kd.training.run_directory import STATUS_FILE
@@ -96,9 +96,9 @@ class Saver:
         (begun, written), self._begun = self._begun, None
         written.result()
         recipe = self._session.recipe
-        policy = recipe.training.early_stopping
         with self._student.phases("checkpoint"):
-            best = best_checkpoint(self._run_dir, policy.min_delta) if policy and self._session.is_first else None
+            with fail_together("looking for the best checkpoint"):
+                best = protected_checkpoint(recipe, self._run_dir, begun.iteration) if self._session.is_first else None
             left = begun.publish(recipe.checkpoint.keep, best)
             self._removed = self._threads.submit(remove, left)
             with fail_together(f"writing {self._run_dir / STATUS_FILE}"):

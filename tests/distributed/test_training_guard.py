@@ -225,7 +225,7 @@ def test_a_run_that_diverges_ends_with_its_last_good_weights_saved(folder: Path,
 def test_a_run_that_only_skips_ends_too(folder: Path, ranks: list[dict[str, Any]]) -> None:
     assert ranks[0]["skip"] == ranks[1]["skip"]
     assert "3 steps before it were skipped" in ranks[0]["skip"]
-    lines = [json.loads(line) for line in (folder / "skip/metrics.jsonl").read_text().splitlines()]
+    lines = steps_of(folder / "skip")
     assert lines[-1]["optim/skipped_steps"] == 3.0 and "optim/grad_norm" not in lines[-1]
     progress = json.loads((folder / f"skip/checkpoints/iter_{lines[-1]['iteration']:07d}/progress.json").read_text())
     assert (progress["skipped_steps"], progress["skipped_in_a_row"]) == (3, 3)

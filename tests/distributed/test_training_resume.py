@@ -34,6 +34,7 @@ def damaged_rank(rank: int, world: int, folder: Path) -> dict[str, Any]:
         curve[iteration] = step(student, groups, MODEL)
         save_checkpoint(student, MODEL, groups, run_dir, keep=3)
         weights[iteration] = [parameter.detach().clone() for parameter in student.model.module.parameters()]
+    torch.distributed.barrier()  # the first rank removes old ones
     found: dict[str, Any] = {"kept": sorted(path.name for path in (run_dir / "checkpoints").iterdir())}
 
     def attempt(on_damage: Any) -> str:

@@ -159,7 +159,7 @@ def test_a_failing_point_does_not_end_it_and_what_is_left_is_done(
     assert "megatron-kd: error: 1 of 3 points did not finish: fails (status 2); what they said" in printed.err
     assert "Sweep mine" in printed.out
     assert log == ["train first", "train fails", "train last"]
-    assert states(sweep) == {"first": "finished", "fails": "waiting", "last": "finished"}
+    assert states(sweep) == {"first": "finished", "fails": "failed", "last": "finished"}
     status = json.loads((tmp_path / "runs/_sweep/status.json").read_text())
     assert (status["state"], status["finished"], status["failed"]) == ("stopped", 2, ["fails"])
     curve = steps_of(tmp_path / "runs/last")

@@ -72,9 +72,9 @@ class Job:
         return facts["JobState"], int(facts["ExitCode"].split(":")[0])
 
     def one_error(self, *words: str) -> str:
-        """Asserts that it ended with status 2 and one line of error with all the words."""
+        """Asserts that it ended with status 2 and one line of error with all the words, beside srun's own."""
         assert self.ended() == ("FAILED", 2), self.log
-        lines = [line for line in self.log.splitlines() if "error:" in line]
+        lines = [line for line in self.log.splitlines() if "error:" in line and not line.startswith("srun: ")]
         assert len(lines) == 1, self.log
         absent = [word for word in words if word not in lines[0]]
         assert not absent, f"{absent} not in: {lines[0]}"

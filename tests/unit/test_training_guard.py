@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_kd.config import TrainingConfig, load_recipe
 from megatron_kd.device import Heartbeats
-from megatron_kd.training.early_stopping import Best, best_checkpoint, best_of, evaluations
+from megatron_kd.errors import CheckpointError
+from megatron_kd.training.early_stopping import Best, best_of, evaluations, find_best, protected_checkpoint
 from megatron_kd.training.guard import DivergedError, Guard
 from megatron_kd.training.memory_report import remedies
 from megatron_kd.training.phases import Phases
@@ -90,10 +91,23 @@ def test_only_what_was_saved_and_evaluated_can_be_the_best(tmp_path: Path) -> No
         path.write_text(json.dumps({"eval/kd": kd}))
     (tmp_path / "evaluations/iter_0000025.json").write_text("{")
     assert evaluations(tmp_path) == [(0, 0.1), (10, 0.9), (20, 0.5), (30, math.inf)]
-    assert best_checkpoint(tmp_path) is None
+    with pytest.raises(CheckpointError, match=r"none of the checkpoints in .* was evaluated"):
+        find_best(tmp_path)
     for iteration in (10, 20, 30, 40):
         (tmp_path / f"checkpoints/iter_{iteration:07d}").mkdir(parents=True)
-    assert best_checkpoint(tmp_path) == tmp_path / "checkpoints/iter_0000020"
+    assert find_best(tmp_path) == tmp_path / "checkpoints/iter_0000020"
+
+
+def test_the_protected_checkpoint_is_that_of_the_periodic_evaluations(tmp_path: Path) -> None:
+    """One of the command ``evaluate``, or of the end of a shorter run, does not count, however good."""
+    policy = ["training.eval_interval=10", "training.early_stopping.patience=3"]
+    recipe = load_recipe(tiny_recipe(tmp_path), policy)
+    (tmp_path / "evaluations").mkdir()
+    for iteration, kd in {0: 1.0, 10: 0.6, 13: 0.1, 20: 0.7}.items():
+        (tmp_path / f"evaluations/iter_{iteration:07d}.json").write_text(json.dumps({"eval/kd": kd}))
+        (tmp_path / f"checkpoints/iter_{iteration:07d}").mkdir(parents=True)
+    assert protected_checkpoint(recipe, tmp_path, 20) == tmp_path / "checkpoints/iter_0000010"
+    assert protected_checkpoint(load_recipe(tiny_recipe(tmp_path)), tmp_path, 20) is None
 
 
 def test_advice_names_only_what_is_not_set(tmp_path: Path) -> None:
