@@ -216,7 +216,8 @@ def test_a_run_does_not_depend_on_the_layout(found: Found, kind: str, layout: La
             expected = {name: theirs[name] for name in LOSSES}
             assert {name: ours[name] for name in LOSSES} == pytest.approx(expected, rel=TOLERANCE)
         # Adam makes steps of nearly equal size of gradients that differ by rounding alone.
-        assert rank["parameters"] < 10 * TOLERANCE
+        # After three steps of Adam a gradient that is all rounding still moves its weight by the whole rate.
+        assert rank["parameters"] < 20 * TOLERANCE
 
 
 @pytest.mark.parametrize(("kind", "layout"), CASES, ids=lambda value: str(value))
