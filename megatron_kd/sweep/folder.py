@@ -70,23 +70,27 @@ def state_of(point: Point) -> State:
     if not isinstance(found, dict) or not isinstance(found.get("iteration"), int):
         return State("waiting")
     name, iteration = str(found.get("state")), int(found["iteration"])
-    if name == "finished" and iteration < point.recipe.training.train_iters:
-        name = "stopped"  # its recipe has become longer since
+    if name == "finished" and iteration < point.recipe.training.train_iters and found.get("reason") is None:
+        name = "stopped"  # its recipe has become longer since; one that stopped early says why
     return State(name, iteration)
 
 
-def check_finished(points: list[Point]) -> None:
-    """Raises ConfigError where a finished run was trained by another recipe than its point now has."""
+def check_trained(points: list[Point]) -> None:
+    """Raises ConfigError where a run was trained, to its end or not, by another recipe than its point now has.
+
+    It may have become longer; the recipe of a run that has not made a step may have been the mistake.
+    """
     problems = []
     for point in points:
-        stored = Path(point.recipe.run_dir) / "recipe.yaml"
-        if state_of(point).name != "finished" or not stored.is_file():
+        run_dir = Path(point.recipe.run_dir)
+        stored = run_dir / "recipe.yaml"
+        if not stored.is_file() or not _has_trained(run_dir):
             continue
         now = parse_yaml(dump_recipe(point.recipe), "the recipe")
         changed = [
             f"{key} {before!r}, now {after!r}"
             for key, before, after in recipe_differences(read_mapping(stored), now)
-            if not key.startswith(_HOW)
+            if not key.startswith(_HOW) and not (key == "training.train_iters" and _is_longer(before, after))
         ]
         if changed:
             problems.append(f"{point.recipe.run_dir} was trained with {', '.join(changed)}")
@@ -94,3 +98,12 @@ def check_finished(points: list[Point]) -> None:
         raise ConfigError(
             f"{'; '.join(problems)}: remove what is to be trained again, or give the sweep another name or run_dir"
         )
+
+
+def _has_trained(run_dir: Path) -> bool:
+    metrics = run_dir / "metrics.jsonl"
+    return any((run_dir / "checkpoints").glob("iter_*")) or (metrics.is_file() and metrics.stat().st_size > 0)
+
+
+def _is_longer(before: Any, after: Any) -> bool:
+    return isinstance(before, int) and isinstance(after, int) and after > before

@@ -73,13 +73,13 @@ class Process:
 
 
 class Relay:
-    """While entered, SIGTERM, SIGUSR1 and Ctrl-C stop what runs; a second Ctrl-C ends it at once.
+    """While entered, SIGTERM, SIGUSR1, a closed terminal and Ctrl-C stop what runs; a second Ctrl-C ends it at once.
 
     Attributes:
         received: the name of the first signal, or None.
     """
 
-    _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
     def __init__(self, start: Start) -> None:
         self._start = start
@@ -114,6 +114,8 @@ class Relay:
 
     def __enter__(self) -> Relay:
         for number in self._SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup
             self._before[number] = signal.signal(number, self._handle)
         return self
 

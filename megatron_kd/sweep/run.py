@@ -14,7 +14,7 @@ from megatron_kd.config.world import torchrun_line
 from megatron_kd.errors import ConfigError, KDError
 from megatron_kd.progress import duration
 from megatron_kd.status import JobStatus
-from megatron_kd.sweep.folder import check_finished, state_of, status_file, write_recipe
+from megatron_kd.sweep.folder import check_trained, state_of, status_file, write_recipe
 from megatron_kd.sweep.inputs import Inputs, inputs_of
 from megatron_kd.sweep.launch import Process, Relay, Start
 
@@ -50,7 +50,7 @@ def run_sweep(sweep: Sweep, points: Sequence[Point], *, only_inputs: bool = Fals
             run was trained by another recipe, a recipe needs several machines.
         KDError: an input could not be made.
     """
-    check_finished(list(points))
+    check_trained(list(points))
     left = list(points) if only_inputs else [point for point in points if state_of(point).name != "finished"]
     _check_nodes(left)
     names = {point.name for point in left}
@@ -79,7 +79,7 @@ def run_sweep(sweep: Sweep, points: Sequence[Point], *, only_inputs: bool = Fals
             outcome.stopped = relay.received
             # What was stopped by us did not fail.
             outcome.failed = {name: why for name, why in outcome.failed.items() if why != STOPPED}
-        elif outcome.failed:
+        if outcome.failed:
             status.update(failed=list(outcome.failed))
         status.ends(finished=outcome.stopped is None and not outcome.failed)
     return outcome

@@ -35,17 +35,23 @@ class Best:
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, float]]:
-    """(iteration, eval/kd) of all evaluations of a run, in order; one that is not a number counts as infinitely bad."""
-    found = []
+    """(iteration, eval/kd) of the evaluations of a run, in order; one that is not a number counts as infinitely bad.
+
+    Those measured otherwise than the newest (on other targets, rows, or another divergence) are left out.
+    """
+    found, measures = [], {}
     for path in (run_dir / "evaluations").glob("iter_*.json"):
         number = path.stem.removeprefix("iter_")
         try:
-            kd = json.loads(path.read_text())[METRIC]
+            kept = json.loads(path.read_text())
+            kd = kept[METRIC]
         except (ValueError, KeyError, TypeError):
             continue
         if number.isdigit():
             found.append((int(number), kd if isinstance(kd, float) and math.isfinite(kd) else math.inf))
-    return sorted(found)
+            measures[int(number)] = kept.get("measure")
+    newest = measures[max(measures)] if measures else None
+    return sorted(entry for entry in found if measures[entry[0]] == newest)
 
 
 def best_of(history: Sequence[tuple[int, float]], min_delta: float = 0.0) -> Best | None:

@@ -153,28 +153,36 @@ def evaluation_path(run_dir: Path, iteration: int) -> Path:
     return run_dir / "evaluations" / f"iter_{iteration:07d}.json"
 
 
-def write_evaluation(run_dir: Path, iteration: int, tokens: int, result: dict[str, Any], recipe: Recipe) -> Path:
-    """Keeps an evaluation, means and tables, beside the metrics of its run, with what it was measured by."""
+def write_evaluation(
+    run_dir: Path, iteration: int, tokens: int, result: dict[str, Any], recipe: Recipe, *, from_cache: bool = True
+) -> Path:
+    """Keeps an evaluation, means and tables, beside the metrics of its run, with what it was measured by.
+
+    Args:
+        from_cache: on cached targets; False: on those of an online teacher.
+    """
     path = evaluation_path(run_dir, iteration)
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"iteration": iteration, "tokens": tokens, "measure": _measure_of(recipe), **result})
+    write_json(path, {"iteration": iteration, "tokens": tokens, "measure": _measure_of(recipe, from_cache), **result})
     return path
 
 
-def read_evaluation(run_dir: Path, iteration: int, recipe: Recipe) -> dict[str, float] | None:
-    """The evaluation kept for an iteration; None where there is none, or one measured by another recipe."""
+def read_evaluation(
+    run_dir: Path, iteration: int, recipe: Recipe, *, from_cache: bool = True
+) -> dict[str, float] | None:
+    """The evaluation kept for an iteration; None where there is none, or one measured by another recipe or targets."""
     try:
         kept = json.loads(evaluation_path(run_dir, iteration).read_text())
     except (FileNotFoundError, ValueError):
         return None
-    if not isinstance(kept, dict) or kept.get("measure") != _measure_of(recipe):
+    if not isinstance(kept, dict) or kept.get("measure") != _measure_of(recipe, from_cache):
         return None
     return {name: value for name, value in kept.items() if name.startswith("eval/")}
 
 
-def _measure_of(recipe: Recipe) -> str:
-    """A hash of all settings that decide an evaluation: data, models, loss (not how rows are read ahead, in how much
-    memory the loss is computed, or where the teacher's weights lie)."""
+def _measure_of(recipe: Recipe, from_cache: bool) -> str:
+    """A hash of all that decides an evaluation: data, models, loss, whose targets (not how rows are read ahead, in how
+    much memory the loss is computed, or where the teacher's weights lie)."""
     decisive = recipe.model_dump(
         mode="json",
         include={"data", "teacher", "student", "loss", "seed"},
@@ -184,4 +192,6 @@ def _measure_of(recipe: Recipe) -> str:
             "data": {"prefetch_batches", "num_workers"},
         },
     )
+    if not from_cache:
+        decisive["targets"] = "online"
     return hashlib.sha256(json.dumps(decisive, sort_keys=True).encode()).hexdigest()[:16]

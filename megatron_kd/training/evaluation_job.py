@@ -68,6 +68,13 @@ def evaluate(
     result |= {**means, **tables}
     with fail_together("writing the evaluation"):
         if session.is_first and keep:
-            write_evaluation(run_dir or Path(recipe.run_dir), place["iteration"], place["tokens"], result, recipe)
+            write_evaluation(
+                run_dir or Path(recipe.run_dir),
+                place["iteration"],
+                place["tokens"],
+                result,
+                recipe,
+                from_cache=session.evaluation_cached is not None,
+            )
     dist.barrier()
     return result

@@ -84,7 +84,8 @@ class Guard:
         if policy.on_nonfinite == "stop" and not fault.finite:
             raise DivergedError(
                 f"{where}: {fault.reason}; the step was not taken, the weights before it are kept: look at its rows, "
-                "lower optimizer.lr, or set training.on_nonfinite=skip to go on without them"
+                "set training.on_nonfinite=skip to go on without them, or lower optimizer.lr; where the next start "
+                "ends here again, remove the newest checkpoints"
             )
         if self.skipped_in_a_row >= policy.max_skipped_steps:
             raise DivergedError(

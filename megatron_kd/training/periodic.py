@@ -20,7 +20,10 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
     """
     if not session.samples.splits.get(SPLIT):
         return
-    known = read_evaluation(run_dir, student.iteration, session.recipe) if session.is_first else None
+    from_cache = session.evaluation_cached is not None
+    known = None
+    if session.is_first:
+        known = read_evaluation(run_dir, student.iteration, session.recipe, from_cache=from_cache)
     if not any_rank(session.is_first and known is None):
         if known is not None:
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, known)
@@ -44,6 +47,7 @@ def evaluate_now(session: Session, student: Student, run_dir: Path, writer: Metr
     result |= means
     with fail_together("writing the evaluation"):
         if session.is_first:
-            write_evaluation(run_dir, student.iteration, student.tokens, {**result, **tables}, session.recipe)
+            kept = {**result, **tables}
+            write_evaluation(run_dir, student.iteration, student.tokens, kept, session.recipe, from_cache=from_cache)
             line = {**result, **spent}
             writer.write_evaluation(student.iteration, student.tokens, student.consumed_samples, line)

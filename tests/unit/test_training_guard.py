@@ -98,6 +98,16 @@ def test_only_what_was_saved_and_evaluated_can_be_the_best(tmp_path: Path) -> No
     assert find_best(tmp_path) == tmp_path / "checkpoints/iter_0000020"
 
 
+def test_evaluations_on_other_targets_do_not_compare(tmp_path: Path) -> None:
+    (tmp_path / "evaluations").mkdir()
+    for iteration, (measure, kd) in {10: ("cache", 0.02), 20: ("online", 0.15), 30: ("online", 0.14)}.items():
+        kept = {"measure": measure, "eval/kd": kd}
+        (tmp_path / f"evaluations/iter_{iteration:07d}.json").write_text(json.dumps(kept))
+        (tmp_path / f"checkpoints/iter_{iteration:07d}").mkdir(parents=True)
+    assert evaluations(tmp_path) == [(20, 0.15), (30, 0.14)]
+    assert find_best(tmp_path) == tmp_path / "checkpoints/iter_0000030"
+
+
 def test_the_protected_checkpoint_is_that_of_the_periodic_evaluations(tmp_path: Path) -> None:
     """One of the command ``evaluate``, or of the end of a shorter run, does not count, however good."""
     policy = ["training.eval_interval=10", "training.early_stopping.patience=3"]

@@ -81,6 +81,7 @@ def test_a_run_goes_on_with_its_loss_in_whatever_memory(tmp_path: Path, override
     changed = load_recipe(recipe, [f"run_dir={run_dir}", override])
     # An evaluation is the run's own as long as it was measured by the same divergence.
     assert read_evaluation(run_dir, 1, changed) == ({"eval/kd": 2.0} if may_change else None)
+    assert read_evaluation(run_dir, 1, changed, from_cache=False) is None, "an online teacher says more than a cache"
     if may_change:
         open_run_directory(changed)
         return
