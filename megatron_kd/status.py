@@ -14,6 +14,12 @@ from typing import Any
 from megatron_kd.files import write_json
 
 
+def has_begun(run_dir: Path) -> bool:
+    """Whether a run directory holds steps or checkpoints."""
+    metrics = run_dir / "metrics.jsonl"
+    return any((run_dir / "checkpoints").glob("iter_*")) or (metrics.exists() and metrics.stat().st_size > 0)
+
+
 class JobStatus:
     """Writes the file, each time whole; on ranks that do not speak for the job, nothing."""
 

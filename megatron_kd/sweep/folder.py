@@ -15,6 +15,7 @@ from megatron_kd.config.sweep import Point, Sweep
 from megatron_kd.config.yaml_text import parse_yaml, read_mapping
 from megatron_kd.errors import ConfigError
 from megatron_kd.files import write_atomic
+from megatron_kd.status import has_begun
 
 OWN = "_sweep"
 """No point can have this name."""
@@ -84,7 +85,7 @@ def check_trained(points: list[Point]) -> None:
     for point in points:
         run_dir = Path(point.recipe.run_dir)
         stored = run_dir / "recipe.yaml"
-        if not stored.is_file() or not _has_trained(run_dir):
+        if not stored.is_file() or not has_begun(run_dir):
             continue
         now = parse_yaml(dump_recipe(point.recipe), "the recipe")
         changed = [
@@ -98,11 +99,6 @@ def check_trained(points: list[Point]) -> None:
         raise ConfigError(
             f"{'; '.join(problems)}: remove what is to be trained again, or give the sweep another name or run_dir"
         )
-
-
-def _has_trained(run_dir: Path) -> bool:
-    metrics = run_dir / "metrics.jsonl"
-    return any((run_dir / "checkpoints").glob("iter_*")) or (metrics.is_file() and metrics.stat().st_size > 0)
 
 
 def _is_longer(before: Any, after: Any) -> bool:

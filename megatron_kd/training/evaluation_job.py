@@ -11,12 +11,12 @@ from megatron_kd.config import Recipe
 from megatron_kd.device import fail_together, first_rank_tells
 from megatron_kd.errors import CheckpointError
 from megatron_kd.models.checkpoint import load_weights
+from megatron_kd.status import has_begun
 from megatron_kd.training.checkpoint import read_progress
 from megatron_kd.training.early_stopping import find_best
 from megatron_kd.training.evaluate import evaluate_model, write_evaluation
 from megatron_kd.training.evaluation_details import EvaluationDetails
 from megatron_kd.training.resume import newest_checkpoint
-from megatron_kd.training.run_directory import has_begun
 from megatron_kd.training.session import open_session
 from megatron_kd.training.setup import build_student
 

@@ -24,7 +24,7 @@ from megatron_kd.models.cut_scores import largest
 from megatron_kd.models.load import load_hf_weights
 from megatron_kd.models.parallel import ParallelGroups
 from megatron_kd.models.router_mass import router_mass
-from megatron_kd.training.run_directory import has_begun
+from megatron_kd.status import has_begun
 
 ROUTER_MASS = "router_mass.json"
 logger = logging.getLogger(__name__)

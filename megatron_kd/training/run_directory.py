@@ -24,6 +24,7 @@ from megatron_kd.config.yaml_text import parse_yaml, read_mapping
 from megatron_kd.device import describe_hardware
 from megatron_kd.errors import ConfigError
 from megatron_kd.files import write_atomic, write_json
+from megatron_kd.status import has_begun
 from megatron_kd.versions import installed_versions
 
 # A resumed run must not differ in these: the weights would not fit, the data position would mean other rows, or one
@@ -108,12 +109,6 @@ def exclusive(path: Path) -> Iterator[None]:
                 raise
             logger.warning("%s lies on a file system without locks: see to it that one training uses it", path)
         yield
-
-
-def has_begun(path: Path) -> bool:
-    """Whether a run directory holds steps or checkpoints."""
-    metrics = path / "metrics.jsonl"
-    return any((path / "checkpoints").glob("iter_*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def describe_environment() -> dict[str, Any]:
